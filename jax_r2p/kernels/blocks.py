@@ -1,0 +1,95 @@
+"""Which key blocks a query tile visits, and which of them a mask crosses.
+
+Every function takes plain integers or the compiler's `Int32`, so that tests can check the arithmetic that the
+kernel runs. Key j is visible to query i iff i + offset - left <= j <= i + offset + right and j < key_length,
+with offset = key_length - query_length (the last query is aligned with the last key). `left` or `right` is
+None where the mask has no such bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Index = Any
+"""A plain int, or the compiler's Int32."""
+
+
+def _choose(python_function: Any, name: str, a: Index, b: Index) -> Index:
+    if isinstance(a, int) and isinstance(b, int):
+        return python_function(a, b)
+    import cutlass
+
+    return getattr(cutlass, name)(a, b)
+
+
+def minimum(a: Index, b: Index) -> Index:
+    """The smaller of two indices."""
+    return _choose(min, "min", a, b)
+
+
+def maximum(a: Index, b: Index) -> Index:
+    """The larger of two indices."""
+    return _choose(max, "max", a, b)
+
+
+class BlockRange(NamedTuple):
+    """Key blocks of one query tile, visited from `stop - 1` down to `start`.
+
+    Blocks at or above `right_masked` cross the right bound, blocks below `left_masked` the left one; both are
+    clamped so that start <= left_masked and right_masked <= stop - 1: the block visited first is outside this
+    division because it takes every mask, the end of the keys included.
+    """
+
+    start: Index
+    left_masked: Index
+    right_masked: Index
+    stop: Index
+
+
+def block_range(
+    first_row: Index,
+    *,
+    tile_m: int,
+    tile_n: int,
+    query_length: Index,
+    key_length: Index,
+    left: Index | None,
+    right: Index | None,
+) -> BlockRange:
+    """Blocks visited by the query tile that starts at row `first_row`.
+
+    A tile whose rows see no key at all still visits one block, which is masked whole: the kernel then needs
+    no second way to write zeros.
+    """
+    offset = key_length - query_length
+    last_row = minimum(first_row + tile_m, query_length) - 1
+    start: Index = 0
+    left_masked: Index = 0
+    end = key_length
+    if left is not None:
+        start = maximum(first_row + offset - left, 0) // tile_n
+        left_masked = (maximum(last_row + offset - left, 0) + tile_n - 1) // tile_n
+    if right is not None:
+        end = minimum(end, maximum(last_row + offset + right + 1, 0))
+    stop = maximum((end + tile_n - 1) // tile_n, start + 1)
+    right_masked = stop - 1
+    if right is not None:
+        right_masked = minimum(right_masked, maximum(first_row + offset + right + 1, 0) // tile_n)
+    return BlockRange(
+        start=start,
+        left_masked=maximum(left_masked, start),
+        right_masked=maximum(right_masked, start),
+        stop=stop,
+    )
+
+
+def right_limit(row: Index, *, query_length: Index, key_length: Index, right: Index | None) -> Index:
+    """First key that `row` does not see on the right: by its own bound or by the end of the keys."""
+    if right is None:
+        return key_length
+    return minimum(row + (key_length - query_length) + right + 1, key_length)
+
+
+def left_limit(row: Index, *, query_length: Index, key_length: Index, left: Index) -> Index:
+    """First key that `row` sees on the left. It may be negative: then the bound hides nothing."""
+    return row + (key_length - query_length) - left

@@ -1,0 +1,110 @@
+"""Static choices of the forward kernel and the hardware limits that bound them. Imports no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mask = Literal["none", "causal", "window"]
+MaskLowering = Literal["r2p", "compare"]
+
+WARPGROUP = 128
+"""Threads of a warpgroup, the unit that issues one WGMMA."""
+
+WARPGROUP_ROWS = 64
+"""Query rows that one consumer warpgroup owns: the M of every SM90 WGMMA."""
+
+REGISTER_FILE = 65536
+"""32-bit registers of one SM."""
+
+SHARED_MEMORY_PER_SM = 233472
+"""Bytes of shared memory that the CTAs of one SM divide among them (228 KiB)."""
+
+SHARED_MEMORY_PER_CTA = 232448
+"""Most bytes one CTA can have (227 KiB)."""
+
+SHARED_MEMORY_RESERVED = 1024
+"""Bytes the driver takes from each CTA's share."""
+
+TMA_BOX_COLUMNS = 64
+"""Columns of one TMA box: 128 bytes of a 16-bit type, the width of the 128-byte swizzle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """One compiled form of the forward kernel.
+
+    Attributes:
+      dtype: `"bf16"` or `"fp16"`, of query, key, value and out.
+      head_dim: columns of a tile, 64 or 128. Narrower heads run in it by the TMA's zero fill.
+      mask: which mask code is compiled in. The end of the keys is always masked.
+      tile_m: query rows of a CTA, a multiple of 64; one consumer warpgroup per 64.
+      tile_n: keys of a block, a multiple of 16.
+      stages: depth of the key and of the value pipeline, in blocks.
+      min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
+      producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
+      ping_pong: consumer warpgroups take turns at issuing matmuls, so that one's softmax runs under
+      another's. mask_lowering: `"r2p"` or `"compare"` (one integer compare an element; the baseline of
+      ablations).
+    """
+
+    dtype: Literal["bf16", "fp16"]
+    head_dim: int
+    mask: Mask
+    tile_m: int
+    tile_n: int
+    stages: int = 2
+    min_blocks: int = 1
+    producer_registers: int
+    consumer_registers: int
+    ping_pong: bool = True
+    mask_lowering: MaskLowering = "r2p"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run: a wrong register sum hangs the kernel instead of failing."""
+        if self.head_dim % TMA_BOX_COLUMNS:
+            raise ValueError(f"head_dim={self.head_dim} must be a multiple of {TMA_BOX_COLUMNS}")
+        if self.tile_m % WARPGROUP_ROWS or self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(
+                f"tile_m={self.tile_m} must be a multiple of {WARPGROUP_ROWS} and "
+                f"tile_n={self.tile_n} a multiple of 16 in 16..256"
+            )
+        pool = self.registers_at_entry * (self.consumer_warpgroups + 1)
+        asked = self.consumer_registers * self.consumer_warpgroups + self.producer_registers
+        if asked > pool:
+            raise ValueError(
+                f"setmaxnreg asks for {asked} registers a thread column, the CTA's pool holds {pool} "
+                f"({self.threads} threads, {self.min_blocks} CTAs an SM)"
+            )
+        limit = min(SHARED_MEMORY_PER_CTA, SHARED_MEMORY_PER_SM // self.min_blocks - SHARED_MEMORY_RESERVED)
+        if self.shared_memory > limit:
+            raise ValueError(
+                f"tiles need {self.shared_memory} bytes of shared memory, {limit} are left to each of "
+                f"{self.min_blocks} CTAs"
+            )
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute; one more feeds them."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARPGROUP * (self.consumer_warpgroups + 1)
+
+    @property
+    def registers_at_entry(self) -> int:
+        """Registers a thread has before `setmaxnreg`: an equal share, in steps of 8."""
+        return REGISTER_FILE // (self.threads * self.min_blocks) // 8 * 8
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory: barriers, then query, key and value tiles on 1024-byte lines."""
+        tiles = (self.tile_m + 2 * self.stages * self.tile_n) * self.head_dim * 2
+        return 1024 + tiles
+
+    @property
+    def name(self) -> str:
+        """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
+        return f"fwd_{self.dtype}_d{self.head_dim}_{self.mask}"

@@ -1,0 +1,839 @@
+"""Flash-attention forward for SM90: TMA producer, WGMMA consumers, online softmax in fp32, R2P masks.
+
+One CTA computes `tile_m` query rows of one head. Warpgroup 0 is the producer: one of its warps keeps the
+key and value pipelines full by TMA. Each other warpgroup owns 64 query rows, with its own query tile,
+accumulators and store; only key and value blocks are shared. Blocks are visited from the last to the first,
+so that the masked ones near the diagonal come first, and each kind of block has its own loop: what no mask
+crosses pays for none.
+
+Inside a warpgroup the matmul S = Q K^T of a block is in flight together with O += P V of the block before,
+and softmax runs under the latter; between warpgroups, `ping_pong` lets one issue matmuls while another does
+softmax.
+
+The method is FlashAttention-3's (Shah et al., 2024); the masks are described in `mask.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.utils import LayoutEnum
+
+from jax_r2p.kernels import blocks, mask
+from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, ForwardConfig
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+LARGE_EXPONENT = float(2**22)
+"""Above this |max * scale * log2(e)| the rounding of that product is no longer small against 1, so a row's
+exponentials would share a factor that can overflow. Such rows are computed again by `repair`."""
+
+TINY_SCALE = 2.0**-100
+"""Stands for a scale of 0, which would turn a masked -inf into NaN; any finite score times it is 0 to
+fp32."""
+
+
+class Barrier:
+    """Named barriers, each once per consumer warpgroup; number 0 belongs to `sync_threads`."""
+
+    WARPGROUP = 1
+    TURN = 4
+
+
+class Arrays(NamedTuple):
+    """Device addresses of the arrays, for accesses that do not go through TMA."""
+
+    query: Any
+    key: Any
+    value: Any
+    lse: Any
+    scale: Any
+
+
+class Tile(NamedTuple):
+    """What one CTA works on, and the sizes of the arrays around it."""
+
+    first_row: Any
+    batch: Any
+    head: Any
+    kv_batch: Any
+    kv_head: Any
+    query_length: Any
+    key_length: Any
+    heads: Any
+    kv_heads: Any
+    head_dim: Any
+    window_left: Any
+    window_right: Any
+
+
+class AttentionForward:
+    """Builds the forward kernel of one `ForwardConfig`."""
+
+    def __init__(self, config: ForwardConfig):
+        """Fix everything that is static."""
+        self.config = config
+        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
+        self.tile_m = config.tile_m
+        self.tile_n = config.tile_n
+        self.head_dim = config.head_dim
+        self.stages = config.stages
+        self.warpgroups = config.consumer_warpgroups
+        self.has_left = config.mask == "window"
+        self.has_right = config.mask in ("causal", "window")
+        self.ping_pong = config.ping_pong and self.warpgroups > 1
+
+    # Host side
+    # ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        scale: cute.Tensor,
+        window_left: Int32,
+        window_right: Int32,
+        section_heads: Int32,
+        kv_outer: Int32,
+        kv_inner: Int32,
+        stream: CUstream,
+    ):
+        """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
+
+        query, out: (batch, query_length, heads, head_dim); key, value: (kv_batch, key_length, kv_heads,
+        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. section_heads:
+        heads whose tiles run next to each other, so that their keys and values stay in L2. Batch b of the
+        query uses batch b // kv_outer * kv_inner + b % kv_inner of key and value.
+        """
+        # (batch, length, heads, head_dim) -> (length, head_dim, heads, batch)
+        by_length = [1, 3, 2, 0]
+        q, k, v, o = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=by_length))
+            for t in (query, key, value, out)
+        )
+        rows_tile = (WARPGROUP_ROWS, self.head_dim)
+        block_tile = (self.tile_n, self.head_dim)
+        rows_layout = self._tile_layout(rows_tile, self.warpgroups)
+        block_layout = self._tile_layout(block_tile, self.stages)
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        one = [0, 1]
+        q_atom, q_coords = cpasync.make_tiled_tma_atom(load, q, cute.select(rows_layout, mode=one), rows_tile)
+        k_atom, k_coords = cpasync.make_tiled_tma_atom(
+            load, k, cute.select(block_layout, mode=one), block_tile
+        )
+        v_atom, v_coords = cpasync.make_tiled_tma_atom(
+            load, v, cute.select(block_layout, mode=one), block_tile
+        )
+        o_atom, o_coords = cpasync.make_tiled_tma_atom(save, o, cute.select(rows_layout, mode=one), rows_tile)
+
+        heads, batch = q.shape[2], q.shape[3]
+        grid = (
+            section_heads,
+            cute.ceil_div(q.shape[0], self.tile_m),
+            cute.ceil_div(heads * batch, section_heads),
+        )
+        divide = cute.fast_divmod_create_divisor_v2
+        self.kernel(
+            q_atom,
+            q_coords,
+            k_atom,
+            k_coords,
+            v_atom,
+            v_coords,
+            o_atom,
+            o_coords,
+            lse.iterator,
+            query.iterator,
+            key.iterator,
+            value.iterator,
+            scale.iterator,
+            window_left,
+            window_right,
+            divide(heads),
+            divide(heads // k.shape[2]),
+            divide(kv_outer),
+            divide(kv_inner),
+            rows_layout,
+            block_layout,
+        ).launch(
+            grid=grid,
+            block=(self.config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.config.min_blocks,
+            preferred_smem_carveout=100,
+        )
+
+    def compile_arguments(self) -> tuple:
+        """Arguments for `cute.compile`: lengths and head counts symbolic, so one cubin serves all shapes."""
+        batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
+        head_dim = cute.sym_int(divisibility=8)
+
+        def array(dtype: Any, shape: tuple, align: int) -> Any:
+            order = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+        query, out = (array(self.dtype, (batch, query_length, heads, head_dim), 16) for _ in range(2))
+        key, value = (array(self.dtype, (kv_batch, key_length, kv_heads, head_dim), 16) for _ in range(2))
+        lse, scale = array(Float32, (cute.sym_int(),), 4), array(Float32, (1,), 4)
+        return (query, key, value, out, lse, scale, *[Int32(1)] * 5, make_fake_stream())
+
+    def _tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
+        """Row-major tiles under the 128-byte swizzle, `stages` of them."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+
+    def _scores_matmul(self, accumulate: bool) -> Any:
+        """One warpgroup's S = Q K^T or S += Q K^T, both operands in shared memory."""
+        k_major = warpgroup.OperandMajorMode.K
+        return self._matmul(k_major, self.tile_n, warpgroup.OperandSource.SMEM, accumulate)
+
+    def _output_matmul(self) -> Any:
+        """One warpgroup's O += P V, with P in registers and V read transposed."""
+        return self._matmul(warpgroup.OperandMajorMode.MN, self.head_dim, warpgroup.OperandSource.RMEM, True)
+
+    def _matmul(self, b_major: Any, columns: int, a_source: Any, accumulate: bool) -> Any:
+        matmul = hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            warpgroup.OperandMajorMode.K,
+            b_major,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, columns),
+            a_source=a_source,
+        )
+        matmul.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return matmul
+
+    # Device side
+    # ----------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_coords: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_coords: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_coords: cute.Tensor,
+        o_atom: cute.CopyAtom,
+        o_coords: cute.Tensor,
+        lse: cute.Pointer,
+        query: cute.Pointer,
+        key: cute.Pointer,
+        value: cute.Pointer,
+        scale: cute.Pointer,
+        window_left: Int32,
+        window_right: Int32,
+        heads: cute.FastDivmodDivisorV2,
+        group: cute.FastDivmodDivisorV2,
+        kv_outer: cute.FastDivmodDivisorV2,
+        kv_inner: cute.FastDivmodDivisorV2,
+        rows_layout: cute.ComposedLayout,
+        block_layout: cute.ComposedLayout,
+    ):
+        """Roles, shared memory and barriers; the work is in `produce` and `consume`."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, self.warpgroups]
+            k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            rows: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
+            values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        s_rows = storage.rows.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
+        s_keys = storage.keys.get_tensor(block_layout.outer, swizzle=block_layout.inner)
+        s_values = storage.values.get_tensor(block_layout.outer, swizzle=block_layout.inner)
+        q_full = storage.q_full.data_ptr()
+
+        if warp_index == 0:
+            for atom in (q_atom, k_atom, v_atom, o_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for wg in cutlass.range_constexpr(self.warpgroups):
+                    cute.arch.mbarrier_init(q_full + wg, 1)
+        # One warp produces; one lane of every consumer warp says that a stage is free.
+        one_warp = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups)
+        k_pipeline, v_pipeline = (
+            pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=self.stages,
+                producer_group=one_warp,
+                consumer_group=consumer_warps,
+                tx_count=self.tile_n * self.head_dim * 2,
+                defer_sync=True,
+            )
+            for barriers in (storage.k_barriers, storage.v_barriers)
+        )
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        # The longest tiles of a causal mask are the last ones; they start first.
+        head_in_section, tile, section = cute.arch.block_idx()
+        section_heads, tiles, _ = cute.arch.grid_dim()
+        if cutlass.const_expr(self.config.mask == "causal"):
+            tile = tiles - 1 - tile
+        flat_head = section * section_heads + head_in_section
+        batch, head = divmod(flat_head, heads)
+        kv_head = head // group
+        kv_batch = batch // kv_outer * kv_inner.divisor + batch % kv_inner
+        first_row = tile * self.tile_m
+        query_length, query_dim, query_heads, query_batch = q_coords.shape
+        key_length, _, kv_heads, _ = k_coords.shape
+        work = Tile(
+            first_row=first_row,
+            batch=batch,
+            head=head,
+            kv_batch=kv_batch,
+            kv_head=kv_head,
+            query_length=query_length,
+            key_length=key_length,
+            heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=query_dim,
+            window_left=window_left,
+            window_right=window_right,
+        )
+        visited = blocks.block_range(
+            first_row,
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            query_length=query_length,
+            key_length=key_length,
+            left=window_left if self.has_left else None,
+            right=self._right_bound(work),
+        )
+
+        # The last section may have fewer heads than the others.
+        if flat_head < query_heads * query_batch:
+            if warp_index < 4:
+                cute.arch.setmaxregister_decrease(self.config.producer_registers)
+                if warp_index == 0:
+                    self.produce(
+                        (q_atom, q_coords[None, None, head, batch], s_rows),
+                        (k_atom, k_coords[None, None, kv_head, kv_batch], s_keys),
+                        (v_atom, v_coords[None, None, kv_head, kv_batch], s_values),
+                        q_full,
+                        k_pipeline,
+                        v_pipeline,
+                        tile * self.warpgroups,
+                        visited,
+                    )
+            else:
+                cute.arch.setmaxregister_increase(self.config.consumer_registers)
+                self.consume(
+                    (s_rows, s_keys, s_values),
+                    (o_atom, o_coords[None, None, head, batch]),
+                    q_full,
+                    k_pipeline,
+                    v_pipeline,
+                    Arrays(query, key, value, lse, scale),
+                    work,
+                    visited,
+                )
+
+    def _right_bound(self, work: Tile) -> Any:
+        """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
+        return {"none": None, "causal": 0, "window": work.window_right}[self.config.mask]
+
+    def right_limit(self, work: Tile, row: Int32) -> Int32:
+        """First key that `row` does not see on the right."""
+        return blocks.right_limit(
+            row, query_length=work.query_length, key_length=work.key_length, right=self._right_bound(work)
+        )
+
+    def left_limit(self, work: Tile, row: Int32) -> Int32:
+        """First key that `row` sees on the left."""
+        return blocks.left_limit(
+            row, query_length=work.query_length, key_length=work.key_length, left=work.window_left
+        )
+
+    # Producer
+    # -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(
+        self,
+        query: tuple,
+        key: tuple,
+        value: tuple,
+        q_full: cute.Pointer,
+        k_pipeline: Any,
+        v_pipeline: Any,
+        first_rows: Int32,
+        visited: blocks.BlockRange,
+    ):
+        """Load query rows once, then keys and values, each key block ahead of the values before it.
+
+        Run by one whole warp: a TMA copy elects its issuing lane itself.
+        """
+        q_atom, q_coords, s_rows = query
+        g_rows = cute.local_tile(q_coords, (WARPGROUP_ROWS, self.head_dim), (None, 0))
+        s_rows, g_rows = self._tma_views(q_atom, s_rows, g_rows)
+        k_atom, k_coords, s_keys = key
+        g_keys = cute.local_tile(k_coords, (self.tile_n, self.head_dim), (None, 0))
+        s_keys, g_keys = self._tma_views(k_atom, s_keys, g_keys)
+        v_atom, v_coords, s_values = value
+        g_values = cute.local_tile(v_coords, (self.tile_n, self.head_dim), (None, 0))
+        s_values, g_values = self._tma_views(v_atom, s_values, g_values)
+
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+
+        k_pipeline.producer_acquire(k_state)
+        cute.copy(
+            k_atom,
+            g_keys[None, visited.stop - 1],
+            s_keys[None, k_state.index],
+            tma_bar_ptr=k_pipeline.producer_get_barrier(k_state),
+        )
+        k_state.advance()
+        for wg in cutlass.range_constexpr(self.warpgroups):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full + wg, WARPGROUP_ROWS * self.head_dim * 2)
+            cute.copy(q_atom, g_rows[None, first_rows + wg], s_rows[None, wg], tma_bar_ptr=q_full + wg)
+        for step in cutlass.range(visited.stop - 1 - visited.start, unroll=1):
+            block = visited.stop - 1 - step
+            k_pipeline.producer_acquire(k_state)
+            cute.copy(
+                k_atom,
+                g_keys[None, block - 1],
+                s_keys[None, k_state.index],
+                tma_bar_ptr=k_pipeline.producer_get_barrier(k_state),
+            )
+            k_state.advance()
+            v_pipeline.producer_acquire(v_state)
+            cute.copy(
+                v_atom,
+                g_values[None, block],
+                s_values[None, v_state.index],
+                tma_bar_ptr=v_pipeline.producer_get_barrier(v_state),
+            )
+            v_state.advance()
+        v_pipeline.producer_acquire(v_state)
+        cute.copy(
+            v_atom,
+            g_values[None, visited.start],
+            s_values[None, v_state.index],
+            tma_bar_ptr=v_pipeline.producer_get_barrier(v_state),
+        )
+
+    def _tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
+        """Shared and global views of a TMA copy, each with the tile in mode 0 and its index in mode 1."""
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    # Consumers
+    # ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(
+        self,
+        shared: tuple,
+        store: tuple,
+        q_full: cute.Pointer,
+        k_pipeline: Any,
+        v_pipeline: Any,
+        arrays: Arrays,
+        work: Tile,
+        visited: blocks.BlockRange,
+    ):
+        """Compute 64 rows of one head: softmax(Q K^T) V and its log-sum-exp."""
+        s_rows, s_keys, s_values = shared
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        lane = thread % 32
+
+        # The first step of a score matmul overwrites the accumulator, the others add to it.
+        qk, pv = (self._scores_matmul(False), self._scores_matmul(True)), self._output_matmul()
+        thread_qk, thread_pv = qk[0].get_slice(0), pv.get_slice(0)
+        frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))[None, None, None, wg]
+        frag_k = qk[0].make_fragment_B(thread_qk.partition_B(s_keys))
+        transposed = cute.make_tensor(s_values.iterator, cute.select(s_values.layout, mode=[1, 0, 2]))
+        frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed))
+        scores = cute.make_rmem_tensor(qk[0].partition_shape_C((WARPGROUP_ROWS, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, self.head_dim)), Float32)
+        # The accumulator of 64 x tile_n scores, read in register order, is the A operand of tile_n / 16
+        # matmuls. It is kept as 32-bit pairs: as 16-bit elements the loop would carry a register for each.
+        pairs = cute.make_rmem_tensor(self.tile_n // 4, Uint32)
+        weights = cute.make_tensor(
+            cute.recast_ptr(pairs.iterator, dtype=self.dtype),
+            cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)),
+        )
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+        correction = cute.make_rmem_tensor(2, Float32)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        acc.fill(0.0)
+
+        # First of the thread's two rows, and its first column in a block.
+        row = work.first_row + wg * WARPGROUP_ROWS + thread // 32 * 16 + lane // 4
+        column = lane % 4 * 2
+
+        scale = cute.arch.load(arrays.scale, Float32)
+        magnitude = cute.arch.fmax(scale, -scale, nan=True)
+        factor = cutlass.select_(magnitude == Float32(0.0), Float32(TINY_SCALE), magnitude * LOG2_E)
+
+        cute.arch.mbarrier_wait(q_full + wg, 0)
+        if scale < Float32(0.0):
+            self.negate(s_rows[None, None, wg].iterator, thread)
+            self.sync_warpgroup(wg)
+
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        if wg == self.warpgroups - 1:
+            # The first warpgroup needs a turn to begin with; it comes from the last.
+            self.pass_turn(wg)
+
+        # The block visited first: it takes every mask, and nothing is in flight beside it.
+        k_pipeline.consumer_wait(k_state)
+        self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+        warpgroup.wait_group(0)
+        k_pipeline.consumer_release(k_state)
+        k_state.advance()
+        self.apply_mask(
+            scores, work, row, (visited.stop - 1) * self.tile_n + column, right=True, left=self.has_left
+        )
+        self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=True)
+        self.round_pairs(scores, pairs)
+
+        # Each loop: blocks from `high` down to `low`, and the masks they take.
+        loops = [(visited.stop - 1, visited.left_masked, False, False)]
+        if cutlass.const_expr(self.has_right):
+            interior_stop = visited.right_masked
+            loops = [
+                (visited.stop - 1, interior_stop, True, self.has_left),
+                (interior_stop, visited.left_masked, False, False),
+            ]
+        if cutlass.const_expr(self.has_left):
+            left_stop = blocks.minimum(visited.right_masked, visited.left_masked)
+            loops = [*loops, (left_stop, visited.start, False, True)]
+        for high, low, right, left in loops:
+            for step in cutlass.range(high - low, unroll=1):
+                k_pipeline.consumer_wait(k_state)
+                self.take_turn(wg)
+                self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+                v_pipeline.consumer_wait(v_state)
+                self.issue_output(pv, acc, weights, frag_v, v_state.index)
+                self.pass_turn(wg)
+                warpgroup.wait_group(1)
+                k_pipeline.consumer_release(k_state)
+                k_state.advance()
+                origin = (high - 1 - step) * self.tile_n + column
+                self.apply_mask(scores, work, row, origin, right=right, left=left)
+                self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=right or left)
+                # P and O may be touched only when the matmul that uses them has ended.
+                warpgroup.wait_group(0)
+                v_pipeline.consumer_release(v_state)
+                v_state.advance()
+                self.round_pairs(scores, pairs)
+                self.rescale(acc, correction)
+
+        v_pipeline.consumer_wait(v_state)
+        self.issue_output(pv, acc, weights, frag_v, v_state.index)
+        warpgroup.wait_group(0)
+        v_pipeline.consumer_release(v_state)
+
+        self.finish(s_rows, store, acc, (row_max, row_sum), (scale, factor), arrays, work, row)
+
+    def issue_scores(self, qk: Any, scores: Any, frag_q: Any, frag_k: Any, stage: Int32) -> None:
+        """Start S = Q K^T on the key block in `stage`."""
+        warpgroup.fence()
+        for k in range(cute.size(frag_q.shape[2])):
+            cute.gemm(qk[k > 0], scores, frag_q[None, None, k], frag_k[None, None, k, stage], scores)
+        warpgroup.commit_group()
+
+    def issue_output(self, pv: Any, acc: Any, weights: Any, frag_v: Any, stage: Int32) -> None:
+        """Start O += P V on the value block in `stage`."""
+        warpgroup.fence()
+        for k in range(cute.size(frag_v.shape[2])):
+            cute.gemm(pv, acc, weights[None, None, k], frag_v[None, None, k, stage], acc)
+        warpgroup.commit_group()
+
+    def take_turn(self, wg: Int32) -> None:
+        """Wait until the warpgroup before this one has issued its matmuls."""
+        if self.ping_pong:
+            cute.arch.barrier(barrier_id=Barrier.TURN + wg, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, wg: Int32) -> None:
+        """Let the next warpgroup issue its matmuls. Barriers link pairs, hence two warpgroups of threads."""
+        if self.ping_pong:
+            following = cutlass.select_(wg == self.warpgroups - 1, Int32(0), wg + 1)
+            cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=2 * WARPGROUP)
+
+    def sync_warpgroup(self, wg: Int32) -> None:
+        """Barrier among the 128 threads of one consumer warpgroup."""
+        cute.arch.barrier(barrier_id=Barrier.WARPGROUP + wg, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def negate(self, raw_rows: cute.Pointer, thread: Int32):
+        """Flip the sign of this warpgroup's query rows in shared memory, whatever their swizzle.
+
+        A negative scale would turn the running maximum into a minimum; negating the query is exact and lets
+        the rest assume a positive one.
+        """
+        words = cute.make_tensor(
+            cute.recast_ptr(raw_rows, dtype=Uint32), cute.make_layout(WARPGROUP_ROWS * self.head_dim // 2)
+        )
+        for step in cutlass.range(WARPGROUP_ROWS * self.head_dim // 2 // WARPGROUP, unroll=1):
+            words[step * WARPGROUP + thread] = words[step * WARPGROUP + thread] ^ Uint32(0x80008000)
+        cute.arch.fence_view_async_shared()
+
+    def apply_mask(
+        self, scores: Any, work: Tile, row: Int32, origin: Int32, *, right: bool, left: bool
+    ) -> None:
+        """Set scores outside the bounds that their block crosses to -inf.
+
+        `origin`: the key at the thread's first column of the block.
+        """
+        if not right and not left:
+            return
+        # Without a right bound the end of the keys limits both rows alike.
+        rows = 2 if self.has_right else 1
+        below = tuple(self.right_limit(work, row + 8 * r) - origin for r in range(rows)) if right else ()
+        above = tuple(self.left_limit(work, row + 8 * r) - origin for r in range(2)) if left else ()
+        if self.config.mask_lowering == "r2p":
+            mask.apply_r2p(scores, below=below, above=above)
+        else:
+            # Row 0 or 1 and columns from the thread's own first: one coordinate an accumulator register.
+            count = cute.size(scores)
+            coordinates = [(i // 2 % 2, mask.element_column(i // 4 * 2 + i % 2)) for i in range(count)]
+            mask.apply_compare(
+                scores,
+                coordinates,
+                below=(lambda r: below[r % rows]) if right else None,
+                above=(lambda r: above[r]) if left else None,
+            )
+
+    def softmax(
+        self,
+        scores: Any,
+        row_max: Any,
+        row_sum: Any,
+        correction: Any,
+        factor: Float32,
+        *,
+        rows_may_be_empty: bool,
+    ) -> None:
+        """Turn scores into exp2(score * factor - row maximum * factor), in place.
+
+        `correction` becomes the factor by which what was summed before shrinks. It is taken from the rounded
+        products, not from the difference of the maxima, so that exponentials of different blocks keep one
+        common base even where the products are large. `row_sum` is this thread's share; four lanes hold a
+        row.
+        """
+        count = cute.size(scores) // 2
+        for r in range(2):
+            index = [mask.score_index(r, e) for e in range(count)]
+            largest = reduce_by_four([scores[i] for i in index], cute.arch.fmax)
+            largest = cute.arch.warp_reduction_max(largest, threads_in_group=4)
+            before = row_max[r] * factor
+            row_max[r] = cute.arch.fmax(row_max[r], largest)
+            base = row_max[r] * factor
+            if rows_may_be_empty:
+                # -inf - -inf is NaN: a row without a visible key so far is based on 0.
+                base = cutlass.select_(row_max[r] == -Float32.inf, Float32(0.0), base)
+            correction[r] = cute.arch.exp2(before - base)
+            for i in index:
+                scores[i] = cute.arch.exp2(scores[i] * factor - base)
+            total = reduce_by_four([scores[i] for i in index], lambda a, b: a + b)
+            row_sum[r] = row_sum[r] * correction[r] + total
+
+    def round_pairs(self, values: Any, pairs: Any) -> None:
+        """Round fp32 registers to the input type, two to a register."""
+        for i in range(cute.size(pairs)):
+            pairs[i] = self.pack(values[2 * i], values[2 * i + 1])
+
+    def pack(self, low: Float32, high: Float32) -> Uint32:
+        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
+        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[self.config.dtype]
+        return cute.arch.inline_ptx(
+            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[high, low],
+        )
+
+    def rescale(self, acc: Any, row_factor: Any) -> None:
+        """Multiply each of the thread's two rows of `acc` by its factor."""
+        for r in range(2):
+            for e in range(cute.size(acc) // 2):
+                i = mask.score_index(r, e)
+                acc[i] = acc[i] * row_factor[r]
+
+    @cute.jit
+    def finish(
+        self,
+        s_rows: cute.Tensor,
+        store: tuple,
+        acc: cute.Tensor,
+        statistics: tuple,
+        scales: tuple,
+        arrays: Arrays,
+        work: Tile,
+        row: Int32,
+    ):
+        """Normalise, write the log-sum-exp, repair the rows that need it, and store 64 rows by TMA."""
+        row_max, row_sum = statistics
+        scale, factor = scales
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = thread % 32
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg, warp_in_group = warp_index // 4 - 1, warp_index % 4
+
+        inverse = cute.make_rmem_tensor(2, Float32)
+        suspect = [Boolean(False), Boolean(False)]
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            base = row_max[r] * factor
+            empty = row_max[r] == -Float32.inf
+            inverse[r] = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+            log_sum = cutlass.select_(
+                empty, -Float32.inf, (base + cute.math.log2(total, fastmath=True)) * LN_2
+            )
+            if lane % 4 == 0 and row + 8 * r < work.query_length:
+                cute.arch.store(self.lse_of(arrays, work, row + 8 * r), log_sum)
+            suspect[r] = (cute.arch.fmax(base, -base, nan=True) < LARGE_EXPONENT) == Boolean(
+                False
+            ) and not empty
+        self.rescale(acc, inverse)
+        for r in cutlass.range_constexpr(2):
+            # 0 * x summed over the row is 0 unless some x is infinite or NaN.
+            probe = reduce_by_four(
+                [acc[mask.score_index(r, e)] * Float32(0.0) for e in range(cute.size(acc) // 2)],
+                lambda a, b: a + b,
+            )
+            suspect[r] = suspect[r] or probe != Float32(0.0)
+
+        # The query tile becomes the out tile: both belong to this warpgroup alone.
+        self.sync_warpgroup(wg)
+        s_out = s_rows[None, None, wg]
+        pairs = cute.make_rmem_tensor(cute.size(acc) // 2, Uint32)
+        self.round_pairs(acc, pairs)
+        rounded = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=self.dtype), acc.layout)
+        save = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype),
+            self._output_matmul(),
+        ).get_slice(thread)
+        cute.copy(save, save.retile(rounded), save.partition_D(s_out))
+
+        for r in cutlass.range_constexpr(2):
+            flagged = cute.arch.vote_ballot_sync(suspect[r])
+            if flagged != 0:
+                for i in cutlass.range(8, unroll=1):
+                    if ((flagged >> (4 * i)) & 15) != 0:
+                        local = warp_in_group * 16 + 8 * r + i
+                        self.repair(s_out, local, scale, arrays, work, wg)
+
+        cute.arch.fence_view_async_shared()
+        self.sync_warpgroup(wg)
+        o_atom, o_coords = store
+        if warp_in_group == 0:
+            g_rows = cute.local_tile(o_coords, (WARPGROUP_ROWS, self.head_dim), (None, 0))
+            s_view, g_view = self._tma_views(o_atom, s_rows, g_rows)
+            cute.copy(o_atom, s_view[None, wg], g_view[None, work.first_row // WARPGROUP_ROWS + wg])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def repair(
+        self,
+        s_out: cute.Tensor,
+        local_row: Int32,
+        scale: Float32,
+        arrays: Arrays,
+        work: Tile,
+        wg: Int32,
+    ):
+        """Compute one row again by a warp, from global memory, over its visible keys alone.
+
+        The main loop multiplies a masked weight of 0 with whatever the value block holds, and 0 * NaN is
+        NaN; and huge scores leave its exponentials a common factor that can overflow. Both show in the
+        result and are rare, so they are paid for only here. A row whose visible keys or values are NaN
+        stays NaN, after as few keys as it takes to know.
+        """
+        row = work.first_row + wg * WARPGROUP_ROWS + local_row
+        chunk = self.head_dim // 32
+        lane = cute.arch.lane_idx()
+        active = lane * chunk < work.head_dim
+        first = cutlass.select_(active, lane * chunk, 0)
+
+        if row < work.query_length:
+            stop = self.right_limit(work, row)
+            key_index = Int32(0)
+            if cutlass.const_expr(self.has_left):
+                key_index = blocks.maximum(self.left_limit(work, row), 0)
+            query_row = (Int64(work.batch) * work.query_length + row) * work.heads + work.head
+            q = self.load_chunk(arrays.query, query_row * work.head_dim + first, active)
+            largest, total = Float32(-Float32.inf), Float32(0.0)
+            acc = cute.make_rmem_tensor(chunk, Float32)
+            acc.fill(0.0)
+            factor = scale * LOG2_E
+            while key_index < stop and total == total:
+                key_row = (Int64(work.kv_batch) * work.key_length + key_index) * work.kv_heads + work.kv_head
+                k = self.load_chunk(arrays.key, key_row * work.head_dim + first, active)
+                v = self.load_chunk(arrays.value, key_row * work.head_dim + first, active)
+                dot = q[0] * k[0]
+                for e in cutlass.range_constexpr(1, chunk):
+                    dot = dot + q[e] * k[e]
+                score = cute.arch.warp_reduction_sum(dot) * factor
+                before = largest
+                largest = cute.arch.fmax(largest, score)
+                base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+                shrink = cute.arch.exp2(before - base)
+                weight = cute.arch.exp2(score - base)
+                total = total * shrink + weight
+                for e in cutlass.range_constexpr(chunk):
+                    acc[e] = acc[e] * shrink + weight * v[e]
+                key_index += 1
+
+            empty = largest == -Float32.inf and total == Float32(0.0)
+            inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+            for e in cutlass.range_constexpr(chunk):
+                s_out[local_row, lane * chunk + e] = (acc[e] * inverse).to(self.dtype)
+            if lane == 0:
+                log_sum = cutlass.select_(
+                    empty, -Float32.inf, (largest + cute.math.log2(total, fastmath=True)) * LN_2
+                )
+                cute.arch.store(self.lse_of(arrays, work, row), log_sum)
+
+    def lse_of(self, arrays: Arrays, work: Tile, row: Int32) -> Any:
+        """Address of a row's log-sum-exp in the (batch, heads, query_length) array."""
+        return arrays.lse + ((Int64(work.batch) * work.heads + work.head) * work.query_length + row)
+
+    def load_chunk(self, base: Any, offset: Int64, active: Boolean) -> list:
+        """This lane's `head_dim / 32` elements of a global row as fp32; 0 beyond the head's width."""
+        row = cute.make_tensor(base + offset, cute.make_layout(self.head_dim // 32))
+        return [cutlass.select_(active, row[e].to(Float32), Float32(0.0)) for e in range(self.head_dim // 32)]
+
+
+def reduce_by_four(values: list, combine: Any) -> Any:
+    """Combine values in four chains, then the four results: short dependences for the scheduler."""
+    chains = values[:4]
+    for i, value in enumerate(values[4:]):
+        chains[i % 4] = combine(chains[i % 4], value)
+    while len(chains) > 1:
+        chains = [combine(a, b) for a, b in zip(chains[::2], chains[1::2], strict=True)]
+    return chains[0]
