@@ -1,0 +1,270 @@
+"""Disassemble a cubin, count its instructions and find its loops.
+
+Needs `nvdisasm`, from the package `nvidia-cuda-nvdisasm` or from PATH. No build step needs it: this is for
+looking at what the compiler made of a kernel.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+
+# The lines of an instruction, as in "/*0150*/  @!P0 BRA `(.L_x_0) ;", and of a label, as in ".L_x_0:".
+_INSTRUCTION = re.compile(
+    r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?:@(?P<guard>!?U?P[T0-9]+)\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)(?P<operands>[^;]*);"
+)
+_LABEL = re.compile(r"^(?P<label>[.\w$]+):\s*$")
+_TARGET = re.compile(r"`\((?P<label>[.\w$]+)\)")
+
+# Instructions that leave the straight line. BSSY, BSYNC and WARPSYNC name labels as well, but only to bring
+# the threads of a warp together again further down.
+_BRANCHES = frozenset({"BRA", "JMP"})
+_ENDS = frozenset({"EXIT", "RET", "BPT", "KILL"})
+_UNFOLLOWED = frozenset({"BRX", "JMX", "CALL"})
+
+
+class NvdisasmNotFoundError(RuntimeError):
+    """There is no `nvdisasm` on this machine."""
+
+
+class SassError(ValueError):
+    """The text of the disassembler holds something that this module does not understand."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One machine instruction.
+
+    Attributes:
+      address: Bytes from the start of the kernel.
+      opcode: With its modifiers, for example "ISETP.GT.AND".
+      operands: The rest of the text, without the guard.
+      guard: Predicate that must hold, for example "!P0", or None.
+    """
+
+    address: int
+    opcode: str
+    operands: str
+    guard: str | None = None
+
+    def is_a(self, opcode: str) -> bool:
+        """Whether this is `opcode`, with any further modifiers: "BAR.SYNC" is a "BAR", but no "BAR.ARV"."""
+        return self.opcode == opcode or self.opcode.startswith(opcode + ".")
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """Instructions in address order: a kernel, or the body of one loop."""
+
+    instructions: tuple[Instruction, ...]
+
+    def count(self, opcode: str) -> int:
+        """Number of instructions that are `opcode` in the sense of `Instruction.is_a`."""
+        return sum(instruction.is_a(opcode) for instruction in self.instructions)
+
+    def counts(self, opcodes: Iterable[str]) -> dict[str, int]:
+        """`count` of each of `opcodes`."""
+        return {opcode: self.count(opcode) for opcode in opcodes}
+
+    def __contains__(self, opcode: str) -> bool:
+        return self.count(opcode) > 0
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(Code):
+    """A whole kernel.
+
+    Attributes:
+      labels: Address of each label.
+    """
+
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def loops(self) -> tuple[Code, ...]:
+        """All loops, outer ones first, each with the instructions of the loops inside it.
+
+        These are natural loops: what runs between the head of a loop and a jump back to it. Code that the
+        compiler moved away, such as the slow path of a wait, belongs to the loop it returns to.
+        """
+        return _natural_loops(self)
+
+    def innermost_loops(self, *opcodes: str) -> tuple[Code, ...]:
+        """The loops that hold all of `opcodes` and no smaller loop that does so too."""
+        loops = [loop for loop in self.loops() if all(opcode in loop for opcode in opcodes)]
+        bodies = [frozenset(loop.instructions) for loop in loops]
+        return tuple(
+            loop
+            for loop, body in zip(loops, bodies, strict=True)
+            if not any(other < body for other in bodies)
+        )
+
+
+def find_nvdisasm() -> pathlib.Path:
+    """Returns the disassembler of the installed package, or else the one on PATH.
+
+    Raises:
+      NvdisasmNotFoundError: There is neither.
+    """
+    namespace = importlib.util.find_spec("nvidia")
+    for folder in (namespace.submodule_search_locations if namespace else None) or ():
+        for path in sorted(pathlib.Path(folder).glob("*/bin/nvdisasm")):
+            return path
+    on_path = shutil.which("nvdisasm")
+    if on_path is None:
+        raise NvdisasmNotFoundError("no nvdisasm: run `pip install nvidia-cuda-nvdisasm`, or put it on PATH")
+    return pathlib.Path(on_path)
+
+
+def disassemble(cubin: bytes) -> Kernel:
+    """Returns the instructions of the one kernel in `cubin`.
+
+    Raises:
+      NvdisasmNotFoundError: There is no disassembler.
+      SassError: The disassembler refused the cubin, or wrote what `parse` cannot read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run([find_nvdisasm(), "-c", path], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SassError(f"nvdisasm failed with exit code {done.returncode}: {done.stderr.strip()}")
+    return parse(done.stdout)
+
+
+def parse(text: str) -> Kernel:
+    """Parses the output of `nvdisasm -c` for one kernel.
+
+    Raises:
+      SassError: There is no instruction, more than one kernel, or a jump to a label that is not there.
+    """
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    waiting: list[str] = []
+    for line in text.splitlines():
+        if match := _LABEL.match(line):
+            waiting.append(match["label"])
+        elif match := _INSTRUCTION.match(line):
+            address = int(match["address"], 16)
+            if instructions and address <= instructions[-1].address:
+                raise SassError(
+                    f"address {address:#x} follows {instructions[-1].address:#x}: more than one kernel?"
+                )
+            labels |= dict.fromkeys(waiting, address)
+            waiting.clear()
+            instructions.append(
+                Instruction(address, match["opcode"], match["operands"].strip(), guard=match["guard"])
+            )
+    if not instructions:
+        raise SassError("no instructions in the text of the disassembler")
+    return Kernel(tuple(instructions), labels)
+
+
+def _natural_loops(kernel: Kernel) -> tuple[Code, ...]:
+    successors = _flow(kernel)
+    predecessors: dict[int, set[int]] = collections.defaultdict(set)
+    for source, targets in successors.items():
+        for target in targets:
+            predecessors[target].add(source)
+    dominators = _dominators(kernel.instructions[0].address, successors, predecessors)
+
+    bodies: dict[int, set[int]] = {}
+    for source, targets in successors.items():
+        for head in targets & dominators.get(source, set()):
+            body = bodies.setdefault(head, {head})
+            todo = [source]
+            while todo:
+                block = todo.pop()
+                if block not in body:
+                    body.add(block)
+                    todo.extend(block for block in predecessors[block] if block in dominators)
+    blocks = _blocks(kernel, successors)
+    loops = [Code(tuple(i for block in sorted(body) for i in blocks[block])) for body in bodies.values()]
+    return tuple(sorted(loops, key=lambda loop: (-len(loop), loop.instructions[0].address)))
+
+
+def _flow(kernel: Kernel) -> dict[int, set[int]]:
+    """Returns, for the address of each basic block, those of the blocks that can run next."""
+    following = {
+        here.address: after.address
+        for here, after in zip(kernel.instructions, kernel.instructions[1:], strict=False)
+    }
+    leaders = {kernel.instructions[0].address}
+    jumps: dict[int, set[int]] = {}
+    for instruction in kernel.instructions:
+        base = instruction.opcode.partition(".")[0]
+        if base in _UNFOLLOWED:
+            raise SassError(f"cannot follow {instruction.opcode} at {instruction.address:#x}")
+        if base in _BRANCHES:
+            match = _TARGET.search(instruction.operands)
+            if match is None or match["label"] not in kernel.labels:
+                raise SassError(f"no target for {instruction.opcode} {instruction.operands}")
+            jumps[instruction.address] = {kernel.labels[match["label"]]}
+        elif base in _ENDS:
+            jumps[instruction.address] = set()
+        else:
+            continue
+        # Not only the guard makes a jump conditional: so do predicate operands and BRA.DIV.
+        conditional = (
+            instruction.guard
+            or instruction.operands.split("`")[0].strip(" ,")
+            or ".DIV" in instruction.opcode
+        )
+        after = following.get(instruction.address)
+        leaders |= jumps[instruction.address]
+        if after is not None:
+            leaders.add(after)
+            if conditional:
+                jumps[instruction.address].add(after)
+
+    successors: dict[int, set[int]] = {}
+    block = kernel.instructions[0].address
+    for instruction in kernel.instructions:
+        if instruction.address in leaders:
+            block = instruction.address
+        after = following.get(instruction.address)
+        if instruction.address in jumps:
+            successors[block] = jumps[instruction.address]
+        elif after is None:
+            successors[block] = set()
+        elif after in leaders:
+            successors[block] = {after}
+    return successors
+
+
+def _blocks(kernel: Kernel, successors: dict[int, set[int]]) -> dict[int, list[Instruction]]:
+    blocks: dict[int, list[Instruction]] = {}
+    for instruction in kernel.instructions:
+        if instruction.address in successors:
+            blocks[instruction.address] = current = []
+        current.append(instruction)
+    return blocks
+
+
+def _dominators(
+    entry: int, successors: dict[int, set[int]], predecessors: dict[int, set[int]]
+) -> dict[int, set[int]]:
+    """Returns, for each block that can be reached, the blocks that every path to it runs through."""
+    order = [entry]
+    for block in order:
+        order.extend(sorted(successors[block] - set(order)))
+    reachable = set(order)
+    dominators = {block: set(reachable) for block in order}
+    dominators[entry] = {entry}
+    changed = True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            known = [dominators[p] for p in predecessors[block] if p in reachable]
+            update = {block} | set.intersection(*known)
+            if update != dominators[block]:
+                dominators[block] = update
+                changed = True
+    return dominators
