@@ -1,0 +1,106 @@
+// The XLA FFI handlers of `jax_r2p.attention_forward.v1`. They only translate: buffers and attributes into a
+// LaunchRequest, a Status into an ffi::Error.
+
+#include <cstdint>
+#include <string_view>
+
+#include "c_api.h"
+#include "launch.h"
+#include "status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+// A handler of API 0.1 is taken by every jaxlib so far; one built with later headers is refused by earlier
+// jaxlibs, and a refused handler keeps the whole backend from starting. So the build takes the headers of an
+// old jaxlib, and this fails when it finds others.
+static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR == 1,
+              "build with the headers of jaxlib 0.7.2 (FFI API 0.1)");
+
+// Buffers hand their element types over as numbers.
+static_assert(static_cast<int>(R2P_F16) == static_cast<int>(XLA_FFI_DataType_F16));
+static_assert(static_cast<int>(R2P_F32) == static_cast<int>(XLA_FFI_DataType_F32));
+static_assert(static_cast<int>(R2P_BF16) == static_cast<int>(XLA_FFI_DataType_BF16));
+
+// The headers define the handlers without saying that they are exported.
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_initialize(XLA_FFI_CallFrame* call_frame);
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_execute(XLA_FFI_CallFrame* call_frame);
+
+namespace jax_r2p {
+namespace {
+
+ffi::Error ToError(const Status& status) {
+  switch (status.code()) {
+    case R2P_OK: return ffi::Error::Success();
+    case R2P_INVALID_ARGUMENT: return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
+    case R2P_NOT_FOUND: return ffi::Error(ffi::ErrorCode::kNotFound, status.message());
+    case R2P_FAILED_PRECONDITION: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message());
+    case R2P_INTERNAL: return ffi::Error(ffi::ErrorCode::kInternal, status.message());
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message());
+}
+
+Tensor ToTensor(const char* name, const ffi::AnyBuffer& buffer) {
+  const ffi::AnyBuffer::Dimensions dims = buffer.dimensions();
+  return Tensor{name, buffer.untyped_data(), static_cast<int32_t>(buffer.element_type()), dims.begin(),
+                dims.size()};
+}
+
+ffi::Error Initialize(CUstream stream, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  return ToError(WithoutExceptions([&]() -> Status {
+    const ffi::ErrorOr<std::string_view> variant = attributes.get<std::string_view>("variant");
+    if (!variant.has_value()) {
+      return InvalidArgument("variant: expected a string attribute; ", variant.error().message());
+    }
+    return Load(*variant, stream);
+  }));
+}
+
+}  // namespace
+}  // namespace jax_r2p
+
+// XLA runs this before each run of an executable, on each device, and before it captures a command buffer.
+// API 0.1 wants a handler of any stage to take all arguments, results and attributes of the call.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_initialize, jax_r2p::Initialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<ffi::Dictionary>());
+
+namespace jax_r2p {
+namespace {
+
+ffi::Error Execute(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                   ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   std::string_view variant, int32_t window_left, int32_t window_right, int64_t kv_repeat,
+                   int64_t kv_inner) {
+  return ToError(WithoutExceptions([&] {
+    return Launch(LaunchRequest{variant, ToTensor("query", query), ToTensor("key", key),
+                                ToTensor("value", value), ToTensor("scale", scale), ToTensor("out", *out),
+                                ToTensor("lse", *lse), window_left, window_right, kv_repeat, kv_inner,
+                                stream});
+  }));
+}
+
+}  // namespace
+}  // namespace jax_r2p
+
+// Every buffer is bound as AnyBuffer, so that a wrong dtype or rank is reported by the launcher, with the
+// name of the argument. The trait holds: what is launched depends on shapes, attributes and addresses, never
+// on contents, and nothing is allocated or waited for.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_execute, jax_r2p::Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Arg<ffi::AnyBuffer>()  // query
+                                  .Arg<ffi::AnyBuffer>()  // key
+                                  .Arg<ffi::AnyBuffer>()  // value
+                                  .Arg<ffi::AnyBuffer>()  // scale
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Ret<ffi::AnyBuffer>()  // lse
+                                  .Attr<std::string_view>("variant")
+                                  .Attr<int32_t>("window_left")
+                                  .Attr<int32_t>("window_right")
+                                  .Attr<int64_t>("kv_repeat")
+                                  .Attr<int64_t>("kv_inner"),
+                              {ffi::Traits::kCmdBufferCompatible});

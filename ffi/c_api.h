@@ -1,0 +1,109 @@
+// C interface of libjax_r2p.so for Python's ctypes: registration of kernel variants, and entry points that
+// reach the launcher without XLA.
+//
+// Every function returns R2P_OK or another R2pCode. On failure it writes a zero-terminated text of at most
+// `error_size` bytes to `error` (which may be null). No function throws, blocks on the device or frees an
+// argument. All of them may be called from several threads at once. Strings are zero-terminated UTF-8.
+
+#ifndef JAX_R2P_FFI_C_API_H_
+#define JAX_R2P_FFI_C_API_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define R2P_EXPORT __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum R2pCode {
+  R2P_OK = 0,
+  R2P_INVALID_ARGUMENT = 1,     // an argument breaks a rule; the text names it, with expected and got
+  R2P_NOT_FOUND = 2,            // no variant of that name is registered; the text lists those that are
+  R2P_FAILED_PRECONDITION = 3,  // the variant's file is missing or altered; or there is no usable driver
+  R2P_INTERNAL = 4,             // a driver call failed; the text names the call and the driver's reason
+} R2pCode;
+
+// Element types, in XLA's numbering (XLA_FFI_DataType). Only these may be right; any other number is refused
+// by name.
+typedef enum R2pDtype {
+  R2P_F16 = 10,
+  R2P_F32 = 11,
+  R2P_BF16 = 16,
+} R2pDtype;
+
+// One kernel parameter as the manifest states it.
+typedef struct R2pParameter {
+  const char* name;
+  uint32_t size;  // bytes
+} R2pParameter;
+
+// One kernel: a row of the manifest with the bytes of its cubin.
+typedef struct R2pVariant {
+  size_t struct_size;     // sizeof(R2pVariant) as the caller knows it; refused when the library knows another
+  const char* name;       // "fwd_bf16_d128_causal"
+  const char* entry;      // symbol of the kernel in the cubin
+  const void* cubin;      // copied
+  size_t cubin_size;      // bytes
+  int32_t dtype;          // R2pDtype of query, key, value and out: R2P_BF16 or R2P_F16
+  int32_t head_dim;       // elements; the widest head the kernel takes
+  int32_t tile_m;         // query rows a thread block handles
+  int32_t tile_n;         // keys in one block of keys
+  int32_t threads;        // threads of a thread block
+  int32_t shared_memory;  // bytes of dynamic shared memory
+  const R2pParameter* parameters;  // must equal parameters.def, name by name
+  size_t parameter_count;
+} R2pVariant;
+
+// One array: device address, element type and row-major shape.
+typedef struct R2pTensor {
+  void* data;
+  int32_t dtype;  // R2pDtype
+  int32_t rank;   // at most 4
+  int64_t dims[4];
+} R2pTensor;
+
+// One call of the forward kernel.
+typedef struct R2pLaunch {
+  size_t struct_size;  // sizeof(R2pLaunch), as above
+  const char* variant;
+  R2pTensor query;       // (B, T, N, H)
+  R2pTensor key;         // (Bk, S, K, H)
+  R2pTensor value;       // (Bk, S, K, H)
+  R2pTensor scale;       // float32 scalar in device memory
+  R2pTensor out;         // (B, T, N, H)
+  R2pTensor lse;         // (B, N, T), float32
+  int32_t window_left;   // keys visible before the diagonal, 0..2^30; 2^30 = all
+  int32_t window_right;  // keys visible after the diagonal, 0..2^30; 2^30 = all
+  int64_t kv_repeat;     // B == Bk * kv_repeat; query batch b reads key batch
+  int64_t kv_inner;      //   b / (kv_repeat * kv_inner) * kv_inner + b % kv_inner
+  void* stream;          // CUstream
+} R2pLaunch;
+
+// What the process has done so far, for tests: kernels loaded (one per variant and CUDA context), kernels
+// launched.
+typedef struct R2pCounters {
+  uint64_t loads;
+  uint64_t launches;
+} R2pCounters;
+
+// Registers a kernel. Registering the same one again is no error; another one under a known name is.
+R2P_EXPORT int r2p_add_variant(const R2pVariant* variant, char* error, size_t error_size);
+
+// Registers a name whose kernel cannot be had. A call that needs it fails with `message`.
+R2P_EXPORT int r2p_add_broken_variant(const char* name, const char* message, char* error, size_t error_size);
+
+// What the FFI `initialize` handler does: loads the kernel in the context of `stream`.
+R2P_EXPORT int r2p_load(const char* variant, void* stream, char* error, size_t error_size);
+
+// What the FFI `execute` handler does: checks, packs and enqueues one launch.
+R2P_EXPORT int r2p_launch(const R2pLaunch* launch, char* error, size_t error_size);
+
+R2P_EXPORT void r2p_counters(R2pCounters* counters);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
+
+#endif  // JAX_R2P_FFI_C_API_H_

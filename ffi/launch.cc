@@ -1,0 +1,349 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <string>
+
+#include "cubin.h"
+#include "driver.h"
+#include "fast_divmod.h"
+#include "tensor_map.h"
+
+namespace jax_r2p {
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxGridYZ = 65535;    // CUDA's limit of a grid's y and z; x may have any int32
+constexpr int64_t kMapAlignment = 16;    // bytes; TMA's, and that of the kernel's vector loads
+constexpr int64_t kScalarAlignment = 4;  // bytes
+constexpr int64_t kHeadDimMultiple = 8;  // elements; 16 bytes, TMA's unit of a stride
+constexpr int64_t kElementSize = 2;      // bytes of a bf16 or fp16 element
+constexpr int32_t kWarpgroupRows = 64;   // each warpgroup loads and stores its own rows of query and out
+
+// How much of the keys and values the thread blocks that run together may share. A Hopper GPU has 50 MB of
+// L2; this leaves room for queries and outputs.
+constexpr int64_t kL2Budget = int64_t{32} << 20;  // bytes
+
+// (rows, head dim, heads, batch) of an array, as the kernels take them.
+struct Dims {
+  int32_t rows;
+  int32_t head_dim;
+  int32_t heads;
+  int32_t batch;
+};
+
+// What the kernel receives; a field per entry of parameters.def, which fixes the order.
+struct Parameters {
+  CUtensorMap query_map;
+  CUtensorMap key_map;
+  CUtensorMap value_map;
+  CUtensorMap out_map;
+  Dims query_dims;
+  Dims key_dims;
+  Dims value_dims;
+  Dims out_dims;
+  void* lse;
+  void* query;
+  void* key;
+  void* value;
+  void* scale;
+  int32_t window_left;
+  int32_t window_right;
+  FastDivmod heads;
+  int32_t heads_size;
+  FastDivmod group;
+  int32_t group_size;
+  FastDivmod kv_outer;
+  int32_t kv_outer_size;
+  FastDivmod kv_inner;
+  int32_t kv_inner_size;
+};
+
+struct ParameterInfo {
+  const char* name;
+  size_t size;
+};
+
+#define R2P_PARAMETER(name, size) ParameterInfo{#name, size},
+constexpr ParameterInfo kParameters[] = {
+#include "parameters.def"
+};
+#undef R2P_PARAMETER
+
+#define R2P_PARAMETER(name, size) \
+  static_assert(sizeof(Parameters::name) == (size), "parameters.def: wrong size of " #name);
+#include "parameters.def"
+#undef R2P_PARAMETER
+
+std::atomic<uint64_t> launch_count{0};
+
+std::string DtypeName(int32_t dtype) {
+  switch (dtype) {  // XLA's numbers
+    case 1: return "bool";
+    case 2: return "int8";
+    case 3: return "int16";
+    case 4: return "int32";
+    case 5: return "int64";
+    case 6: return "uint8";
+    case R2P_F16: return "float16";
+    case R2P_F32: return "float32";
+    case 12: return "float64";
+    case R2P_BF16: return "bfloat16";
+    default: return Text("element type ", dtype);
+  }
+}
+
+std::string ShapeText(const int64_t* dims, size_t rank) {
+  std::string text = "(";
+  for (size_t i = 0; i < rank; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(dims[i]);
+  }
+  return text + ")";
+}
+
+Status CheckTensor(const Tensor& tensor, int32_t dtype, size_t rank, int64_t alignment) {
+  if (tensor.dtype != dtype) {
+    return InvalidArgument(tensor.name, ": expected dtype ", DtypeName(dtype), "; got ",
+                           DtypeName(tensor.dtype));
+  }
+  if (tensor.rank != rank) {
+    return InvalidArgument(tensor.name, ": expected rank ", rank, "; got rank ", tensor.rank);
+  }
+  for (size_t i = 0; i < rank; ++i) {
+    if (tensor.dims[i] < 1) {
+      return InvalidArgument(tensor.name, ": expected every dimension to be at least 1; got shape ",
+                             ShapeText(tensor.dims, rank));
+    }
+  }
+  if (tensor.data == nullptr) {
+    return InvalidArgument(tensor.name, ": expected a device address; got a null pointer");
+  }
+  if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(alignment) != 0) {
+    return InvalidArgument(tensor.name, ": expected an address that is a multiple of ", alignment, "; got ",
+                           tensor.data);
+  }
+  return Status();
+}
+
+// `expected` has as many entries as the tensor, whose rank has been checked; `rule` says where they come
+// from.
+Status CheckShape(const Tensor& tensor, const int64_t* expected, const char* rule) {
+  if (!std::equal(tensor.dims, tensor.dims + tensor.rank, expected)) {
+    return InvalidArgument(tensor.name, ": expected shape ", ShapeText(expected, tensor.rank), ", ", rule,
+                           "; got shape ", ShapeText(tensor.dims, tensor.rank));
+  }
+  return Status();
+}
+
+Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    return InvalidArgument(name, ": expected ", low, "..", high, "; got ", value);
+  }
+  return Status();
+}
+
+// The sizes of a request whose tensors have been checked.
+struct Problem {
+  int64_t batch;
+  int64_t queries;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t kv_batch;
+  int64_t keys;
+  int64_t kv_heads;
+};
+
+Status CheckRequest(const LaunchRequest& request, const Variant& variant, Problem* problem) {
+  for (const Tensor* tensor : {&request.query, &request.key, &request.value, &request.out}) {
+    R2P_RETURN_IF_ERROR(CheckTensor(*tensor, variant.dtype, 4, kMapAlignment));
+  }
+  R2P_RETURN_IF_ERROR(CheckTensor(request.scale, R2P_F32, 0, kScalarAlignment));
+  R2P_RETURN_IF_ERROR(CheckTensor(request.lse, R2P_F32, 3, kScalarAlignment));
+
+  const int64_t* query = request.query.dims;
+  const int64_t* key = request.key.dims;
+  *problem = Problem{query[0], query[1], query[2], query[3], key[0], key[1], key[2]};
+  const Problem& p = *problem;
+  const int64_t lse_shape[] = {p.batch, p.heads, p.queries};
+  const int64_t key_shape[] = {p.kv_batch, p.keys, p.kv_heads, p.head_dim};
+  R2P_RETURN_IF_ERROR(CheckShape(request.key, key_shape, "with the head dim of query"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.value, key, "as key"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.out, query, "as query"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.lse, lse_shape, "(batch, heads, rows) of query"));
+
+  if (p.head_dim % kHeadDimMultiple != 0 || p.head_dim > variant.head_dim) {
+    return InvalidArgument("query: expected a head dim that is a multiple of ", kHeadDimMultiple,
+                           ", at most ", variant.head_dim, " for variant '", variant.name, "'; got ",
+                           p.head_dim);
+  }
+  if (p.heads % p.kv_heads != 0) {
+    return InvalidArgument("key: expected a number of heads that divides the ", p.heads,
+                           " heads of query; got ", p.kv_heads);
+  }
+  R2P_RETURN_IF_ERROR(CheckRange("query rows", p.queries, 1, kUnbounded));
+  R2P_RETURN_IF_ERROR(CheckRange("key rows", p.keys, 1, kUnbounded));
+  R2P_RETURN_IF_ERROR(CheckRange("query heads", p.heads, 1, kMaxInt32));
+  R2P_RETURN_IF_ERROR(CheckRange("query batch", p.batch, 1, kMaxInt32));
+  // The kernel numbers the (batch, head) pairs in 32 bits, and in the last section counts past the last of
+  // them; half the range leaves room for that.
+  if (p.batch > kUnbounded / p.heads) {
+    return InvalidArgument("query: expected batch times heads to be at most ", kUnbounded, "; got ", p.batch,
+                           " times ", p.heads);
+  }
+  R2P_RETURN_IF_ERROR(CheckRange("window_left", request.window_left, 0, kUnbounded));
+  R2P_RETURN_IF_ERROR(CheckRange("window_right", request.window_right, 0, kUnbounded));
+  // Together these give kv_repeat * kv_inner <= kv_repeat * key's batch == query's batch.
+  R2P_RETURN_IF_ERROR(CheckRange("kv_repeat", request.kv_repeat, 1, p.batch));
+  R2P_RETURN_IF_ERROR(CheckRange("kv_inner", request.kv_inner, 1, p.batch));
+  if (p.kv_batch % request.kv_inner != 0) {
+    return InvalidArgument("kv_inner: expected a divisor of key's batch ", p.kv_batch, "; got ",
+                           request.kv_inner);
+  }
+  if (p.batch % request.kv_repeat != 0 || p.batch / request.kv_repeat != p.kv_batch) {
+    return InvalidArgument("kv_repeat: expected query's batch ", p.batch, " to be key's batch ", p.kv_batch,
+                           " times kv_repeat; got ", request.kv_repeat);
+  }
+  return Status();
+}
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+struct Grid {
+  int64_t section_heads;  // x
+  int64_t row_blocks;     // y
+  int64_t sections;       // z
+};
+
+// Thread blocks start roughly in the order of their numbers, x first and z last. A section is a run of heads
+// whose keys and values fit the L2 budget together; the row blocks of a section all come before the next one,
+// and find them there.
+Status MakeGrid(const Problem& problem, const Variant& variant, Grid* grid) {
+  const int64_t total = problem.batch * problem.heads;
+  const int64_t group = problem.heads / problem.kv_heads;
+  const int64_t bytes_per_kv_head = 2 * problem.keys * variant.head_dim * kElementSize;
+  const int64_t kv_heads = std::max<int64_t>(kL2Budget / bytes_per_kv_head, 1);
+  // Only very many heads come near the limit of z; they get larger sections than L2 would like.
+  const int64_t section_heads = std::max(std::min(kv_heads * group, total), CeilDivide(total, kMaxGridYZ));
+  const int64_t row_blocks = CeilDivide(problem.queries, variant.tile_m);
+  if (row_blocks > kMaxGridYZ) {
+    return InvalidArgument("query: expected at most ", kMaxGridYZ * variant.tile_m, " rows for variant '",
+                           variant.name, "', which is ", kMaxGridYZ, " blocks of ", variant.tile_m, "; got ",
+                           problem.queries);
+  }
+  *grid = Grid{section_heads, row_blocks, CeilDivide(total, section_heads)};
+  return Status();
+}
+
+// The casts below are of numbers that CheckRequest and MakeGrid have found to be in 1..2^31-1.
+int32_t Narrow(int64_t checked) { return static_cast<int32_t>(checked); }
+
+Dims MakeDims(const Tensor& tensor) {
+  return Dims{Narrow(tensor.dims[1]), Narrow(tensor.dims[3]), Narrow(tensor.dims[2]), Narrow(tensor.dims[0])};
+}
+
+Status EncodeMap(const Driver& driver, const Tensor& tensor, int32_t box_rows, CUtensorMap* map) {
+  const CUtensorMapDataType type =
+      tensor.dtype == R2P_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const MapSource source{tensor.name,    tensor.data,    type,          tensor.dims[0],
+                         tensor.dims[1], tensor.dims[2], tensor.dims[3]};
+  return EncodeTensorMap(driver, source, box_rows, map);
+}
+
+Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& variant,
+            const Problem& problem, Parameters* parameters) {
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.query, kWarpgroupRows, &parameters->query_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.key, variant.tile_n, &parameters->key_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.value, variant.tile_n, &parameters->value_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.out, kWarpgroupRows, &parameters->out_map));
+  parameters->query_dims = MakeDims(request.query);
+  parameters->key_dims = MakeDims(request.key);
+  parameters->value_dims = MakeDims(request.value);
+  parameters->out_dims = MakeDims(request.out);
+  parameters->lse = request.lse.data;
+  parameters->query = request.query.data;
+  parameters->key = request.key.data;
+  parameters->value = request.value.data;
+  parameters->scale = request.scale.data;
+  // Ends that far off hide no key, and the kernel's sums with smaller ones stay far from overflow.
+  parameters->window_left = Narrow(std::min<int64_t>(request.window_left, problem.keys));
+  parameters->window_right = Narrow(std::min<int64_t>(request.window_right, problem.queries));
+  parameters->heads_size = Narrow(problem.heads);
+  parameters->group_size = Narrow(problem.heads / problem.kv_heads);
+  parameters->kv_outer_size = Narrow(request.kv_repeat * request.kv_inner);
+  parameters->kv_inner_size = Narrow(request.kv_inner);
+  parameters->heads = MakeFastDivmod(parameters->heads_size);
+  parameters->group = MakeFastDivmod(parameters->group_size);
+  parameters->kv_outer = MakeFastDivmod(parameters->kv_outer_size);
+  parameters->kv_inner = MakeFastDivmod(parameters->kv_inner_size);
+  return Status();
+}
+
+Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant, const Grid& grid,
+               CUstream stream, Parameters* parameters) {
+  void* pointers[] = {
+#define R2P_PARAMETER(name, size) &parameters->name,
+#include "parameters.def"
+#undef R2P_PARAMETER
+  };
+  CUlaunchConfig config = {};
+  config.gridDimX = static_cast<unsigned int>(grid.section_heads);
+  config.gridDimY = static_cast<unsigned int>(grid.row_blocks);
+  config.gridDimZ = static_cast<unsigned int>(grid.sections);
+  config.blockDimX = static_cast<unsigned int>(variant.threads);
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned int>(variant.shared_memory);
+  config.hStream = stream;
+  // The driver copies the parameters before it returns.
+  R2P_DRIVER_CALL(driver, cuLaunchKernelEx,
+                  Text("variant '", variant.name, "' with a grid of (", grid.section_heads, ", ",
+                       grid.row_blocks, ", ", grid.sections, ") blocks of ", variant.threads, " threads"),
+                  &config, function, pointers, nullptr);
+  launch_count.fetch_add(1, std::memory_order_relaxed);
+  return Status();
+}
+
+}  // namespace
+
+Status Load(std::string_view variant, CUstream stream) {
+  VariantSlot* slot = nullptr;
+  const Driver* driver = nullptr;
+  CUcontext context = nullptr;
+  R2P_RETURN_IF_ERROR(FindVariant(variant, &slot));
+  R2P_RETURN_IF_ERROR(GetDriver(&driver));
+  R2P_RETURN_IF_ERROR(ContextOf(*driver, stream, &context));
+  return InContext(*driver, context, [&] {
+    CUfunction function = nullptr;
+    return GetFunction(*driver, context, slot, &function);
+  });
+}
+
+Status Launch(const LaunchRequest& request) {
+  VariantSlot* slot = nullptr;
+  R2P_RETURN_IF_ERROR(FindVariant(request.variant, &slot));
+  const Variant& variant = GetVariant(*slot);
+  Problem problem;
+  R2P_RETURN_IF_ERROR(CheckRequest(request, variant, &problem));
+  Grid grid;
+  R2P_RETURN_IF_ERROR(MakeGrid(problem, variant, &grid));
+  const Driver* driver = nullptr;
+  CUcontext context = nullptr;
+  R2P_RETURN_IF_ERROR(GetDriver(&driver));
+  R2P_RETURN_IF_ERROR(ContextOf(*driver, request.stream, &context));
+  return InContext(*driver, context, [&]() -> Status {
+    CUfunction function = nullptr;
+    R2P_RETURN_IF_ERROR(GetFunction(*driver, context, slot, &function));
+    Parameters parameters;
+    R2P_RETURN_IF_ERROR(Pack(*driver, request, variant, problem, &parameters));
+    return Enqueue(*driver, function, variant, grid, request.stream, &parameters);
+  });
+}
+
+uint64_t LaunchCount() { return launch_count.load(std::memory_order_relaxed); }
+
+size_t ParameterCount() { return std::size(kParameters); }
+const char* ParameterName(size_t index) { return kParameters[index].name; }
+size_t ParameterSize(size_t index) { return kParameters[index].size; }
+
+}  // namespace jax_r2p
