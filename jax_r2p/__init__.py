@@ -1,0 +1,50 @@
+"""Attention for JAX on NVIDIA Hopper GPUs, with kernels that mask a whole word of scores at a time.
+
+`attention` is the function to call. `explain` tells which kernel a call uses, or why none. `reference` is the
+same function in plain `jax.numpy`, and the written contract of its results.
+
+The names are resolved on first use, so that `import jax_r2p` alone imports neither jax nor a compiler: the
+package builds its own kernels in an environment that has no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_r2p import reference as reference
+    from jax_r2p._attention import Explanation as Explanation
+    from jax_r2p._attention import attention as attention
+    from jax_r2p._attention import explain as explain
+    from jax_r2p._dispatch import FallbackWarning as FallbackWarning
+
+    __version__: str
+
+_MODULES = {
+    "Explanation": "jax_r2p._attention",
+    "FallbackWarning": "jax_r2p._dispatch",
+    "attention": "jax_r2p._attention",
+    "explain": "jax_r2p._attention",
+}
+
+__all__ = ["Explanation", "FallbackWarning", "__version__", "attention", "explain", "reference"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name == "reference":
+        value = importlib.import_module("jax_r2p.reference")
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("jax_r2p")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,224 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_r2p import _arguments, _dispatch, _primitives, reference
+from jax_r2p._arguments import ArrayOrStruct
+from jax_r2p._dispatch import Capability, Implementation
+from jax_r2p._manifest import Variant
+from jax_r2p._spec import AttentionSpec
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    scale: ArrayLike | None = ...,
+    return_residual: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    scale: ArrayLike | None = ...,
+    return_residual: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    scale: ArrayLike | None = None,
+    return_residual: bool = False,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
+    """Computes softmax(scale * query @ key.T, over the visible keys) @ value for each head.
+
+    The scores never leave the chip where a kernel runs: on NVIDIA Hopper GPUs, in bfloat16 and float16, for
+    heads of 8, 16, ... 128 elements. Elsewhere plain XLA computes the same, with all T * S scores in memory;
+    `explain` tells which of them a call gets. Softmax is computed in float32, and `jax_r2p.reference` defines
+    every result.
+
+    Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`. Derivatives of any order
+    come from the reference, and so need its memory. `vmap` over the query alone copies neither key nor value;
+    over `scale` it launches one kernel for each value.
+
+    Which keys a query sees, with 1 for visible, queries as rows and keys as columns:
+
+        T = 4, S = 4    is_causal   local_window_size = (1, 1)   (1, 0)    is_causal, T = 2   is_causal, S = 2
+                        1 0 0 0              1 1 0 0             1 0 0 0        1 1 1 0             0 0
+                        1 1 0 0              1 1 1 0             1 1 0 0        1 1 1 1             0 0
+                        1 1 1 0              0 1 1 1             0 1 1 0                            1 0
+                        1 1 1 1              0 0 1 1             0 0 1 1                            1 1
+
+    A query that sees no key gets 0. Keys and values that no query sees have no influence, even if NaN or
+    infinite.
+
+    Args:
+      query: (..., T, N, H), with any number of batch dimensions. float32, bfloat16 or float16; float64 if
+        enabled.
+      key: (..., S, K, H), same batch dimensions and dtype. N is a multiple of K; query head n uses key head
+        n // (N // K).
+      value: Same shape and dtype as `key`.
+      is_causal: Whether query i sees no key after i + S - T. So the last query is aligned with the last key,
+        unlike in `jax.nn.dot_product_attention`, which aligns the first ones.
+      local_window_size: (left, right): query i sees only the keys from i + S - T - left to i + S - T + right,
+        both included. An int w stands for (w, w). With `is_causal`, both rules hold. None for no window.
+      scale: Factor of the scores: a real number of any sign, or an array of shape (), which may be traced. A
+        new value needs no compilation. None for 1 / sqrt(H).
+      return_residual: Whether to return the residual too.
+      implementation: None for the kernel where there is one, else plain XLA, with a `FallbackWarning` once
+        for each reason; "r2p" for the kernel or an error; "xla" for plain XLA.
+
+    Returns:
+      out, with the shape and dtype of `query`. With `return_residual`, (out, residual): the natural logarithm
+      of the sum of the exponentials of a query's visible scores, (..., T, N), float32 (float64 for float64
+      inputs); -inf for a query that sees no key.
+
+    Raises:
+      TypeError: An argument has the wrong type or dtype, or a static one is traced.
+      ValueError: Shapes do not go together, or an argument has a value that is not allowed.
+      NotImplementedError: `implementation="r2p"`, and no kernel takes this call: here, if none does on any
+        GPU; when the call is lowered, if none does for that platform.
+      RuntimeError: The kernels of the installed package are missing or altered.
+    """
+    arrays = _arguments.as_arrays(query, key, value)
+    _arguments.check_arrays(*arrays)
+    spec = _arguments.make_spec(is_causal, local_window_size)
+    factor = _arguments.check_scale(scale, arrays[0].shape[-1])
+    _arguments.check_flag("return_residual", return_residual)
+    _arguments.check_implementation(implementation)
+
+    operands = (*arrays, jnp.asarray(factor, reference.compute_dtype(arrays[0].dtype)))
+    if implementation == "xla":
+        out, lse = reference.attention(*operands, spec=spec)
+    else:
+        if implementation == "r2p":
+            _require_kernel(spec, arrays)
+        out, lse = _primitives.bind_attention(*operands, spec=spec, implementation=implementation)
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+
+
+def _choose(spec: AttentionSpec, arrays: Sequence[ArrayOrStruct], capability: Capability) -> Variant | str:
+    query, key, value = arrays
+    return _dispatch.choose(spec, query.shape, key.shape, value.shape, query.dtype, capability)
+
+
+def _is_empty(arrays: Sequence[ArrayOrStruct]) -> bool:
+    return _dispatch.is_empty(arrays[0].shape, arrays[1].shape)
+
+
+def _require_kernel(spec: AttentionSpec, arrays: Sequence[Array]) -> None:
+    """Raises NotImplementedError if no GPU has a kernel. Lowering would, too, but far from the caller."""
+    choice = _choose(spec, arrays, _dispatch.HOPPER)
+    if isinstance(choice, str) and not _is_empty(arrays):
+        raise _dispatch.refuse(choice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a call of `attention` does, and why.
+
+    Attributes:
+      implementation: What would compute it in this process, on its default backend: "r2p" for the kernel,
+        "xla" for plain XLA; None for nothing, since the kernel is demanded and the call would raise
+        NotImplementedError.
+      variant: The kernel which a Hopper GPU would run for it; None if there is none.
+      reason: Why the kernel does not compute it here; None if it does.
+    """
+
+    implementation: Implementation | None
+    variant: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        """Says the same in a sentence or two."""
+        if self.implementation == "r2p":
+            return f"Runs kernel {self.variant}."
+        action = "Runs as plain XLA" if self.implementation == "xla" else "Raises NotImplementedError"
+        hopper = f" A Hopper GPU can run kernel {self.variant}." if self.variant else ""
+        return f"{action}: {self.reason}.{hopper}"
+
+
+def explain(
+    query: ArrayLike | jax.ShapeDtypeStruct,
+    key: ArrayLike | jax.ShapeDtypeStruct,
+    value: ArrayLike | jax.ShapeDtypeStruct,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    scale: ArrayLike | None = None,
+    return_residual: bool = False,
+    implementation: Implementation | None = None,
+) -> Explanation:
+    """Tells what `attention` does with these arguments; computes nothing.
+
+    Args:
+      query: As for `attention`, or a `jax.ShapeDtypeStruct`.
+      key: Likewise.
+      value: Likewise.
+      is_causal: As for `attention`.
+      local_window_size: As for `attention`.
+      scale: As for `attention`.
+      return_residual: As for `attention`; changes nothing.
+      implementation: As for `attention`.
+
+    Returns:
+      The explanation. `print` it to read it.
+
+    Raises:
+      TypeError: As for `attention`.
+      ValueError: As for `attention`.
+      RuntimeError: As for `attention`.
+    """
+    arrays = _arguments.as_structs(query, key, value)
+    _arguments.check_arrays(*arrays)
+    spec = _arguments.make_spec(is_causal, local_window_size)
+    _arguments.check_scale(scale, arrays[0].shape[-1])
+    _arguments.check_flag("return_residual", return_residual)
+    _arguments.check_implementation(implementation)
+
+    if _is_empty(arrays):
+        return Explanation("xla", None, "there is nothing to compute")
+    hopper = _choose(spec, arrays, _dispatch.HOPPER)
+    variant = hopper.name if isinstance(hopper, Variant) else None
+    if implementation == "xla":
+        return Explanation("xla", variant, "implementation='xla' was asked for")
+    reason = _reason_here(spec, arrays) if isinstance(hopper, Variant) else hopper
+    if reason is None:
+        return Explanation("r2p", variant, None)
+    return Explanation(None if implementation == "r2p" else "xla", variant, reason)
+
+
+def _reason_here(spec: AttentionSpec, arrays: Sequence[ArrayOrStruct]) -> str | None:
+    """Returns why the default backend does not run a call for which there is a kernel; None if it does."""
+    backend = jax.default_backend()
+    if backend != "gpu" or not _dispatch.cuda_capabilities():
+        return _dispatch.wrong_platform(backend)
+    choice = _choose(spec, arrays, _dispatch.lowering_capability())
+    return choice if isinstance(choice, str) else None

@@ -1,0 +1,94 @@
+"""Leading dimensions: how `vmap` adds one, and how the kernel call folds all of them into one.
+
+Every operand of the primitive has the batch dimensions of the query in front, but key and value may have 1 in
+place of any of them: all queries along that dimension then share them. That is how `vmap` over queries alone
+copies neither. Scale broadcasts against the batch dimensions as in numpy: it has none, or all of them, each
+whole or 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def add_leading_dimension(
+    operands: Sequence[Array], axes: Sequence[int | None]
+) -> tuple[Array, Array, Array, Array]:
+    """Returns the operands of the mapped call, with the mapped dimension in front.
+
+    A new dimension, never a product with the first one: merging would reshard an array whose batch is
+    sharded.
+
+    Args:
+      operands: query, key, value and scale.
+      axes: The mapped dimension of each; None for one that is not mapped.
+    """
+    query, key, value, scale = operands
+    query_axis, key_axis, value_axis, scale_axis = axes
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    if query_axis is None:
+        query = jnp.broadcast_to(query[None], (size, *query.shape))
+    else:
+        query = jnp.moveaxis(query, query_axis, 0)
+    if scale_axis is not None:
+        scale = jnp.moveaxis(scale, scale_axis, 0)
+        own = scale.shape[1:]
+        missing = query.ndim - 4 - len(own)  # query has the new dimension and three of its own
+        scale = scale.reshape(size, *(1,) * missing, *own)
+    return query, _lead(key, key_axis), _lead(value, value_axis), scale
+
+
+def _lead(x: Array, axis: int | None) -> Array:
+    return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folding:
+    """How a kernel with one batch dimension finds the keys of a query.
+
+    Query batch b reads key batch `b // (repeat * inner) * inner + b % inner`.
+
+    Attributes:
+      kv_dims: Batch dimensions that key and value must have before they are folded: each whole or 1.
+      repeat: Queries that share a key batch.
+      inner: Distance of the queries that share one.
+    """
+
+    kv_dims: tuple[int, ...]
+    repeat: int
+    inner: int
+
+
+def fold(query_dims: Sequence[int], key_dims: Sequence[int], value_dims: Sequence[int]) -> Folding:
+    """Returns the folding that copies the least of key and value.
+
+    The kernel's index rule expresses one run of neighbouring shared dimensions, the same for key and value.
+    Of all such runs the one with the most queries per key is taken; other shared dimensions have to be
+    written out.
+
+    Args:
+      query_dims: Batch dimensions of the query, none of them 0.
+      key_dims: As many; each equals the query's or is 1.
+      value_dims: Likewise.
+    """
+    shared = [key == value == 1 for key, value in zip(key_dims, value_dims, strict=True)]
+    rank = len(shared)
+    runs = [(a, b) for a in range(rank + 1) for b in range(a, rank + 1) if all(shared[a:b])]
+    start, end = max(runs, key=lambda run: math.prod(query_dims[slice(*run)]))
+    repeat = math.prod(query_dims[start:end])
+    return Folding(
+        kv_dims=tuple(1 if start <= i < end else size for i, size in enumerate(query_dims)),
+        repeat=repeat,
+        inner=math.prod(query_dims[end:]) if repeat > 1 else 1,
+    )
+
+
+def flatten_batch(x: Array, own_rank: int) -> Array:
+    """Returns `x` with all but its last `own_rank` dimensions merged into one."""
+    split = x.ndim - own_rank
+    return x.reshape(math.prod(x.shape[:split]), *x.shape[split:])

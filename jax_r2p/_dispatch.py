@@ -1,0 +1,135 @@
+"""Which kernel runs a call, or the reason why none does."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p._spec import UNBOUNDED, AttentionSpec
+
+Implementation = Literal["r2p", "xla"]
+Capability = tuple[int, int]
+
+HOPPER: Capability = (9, 0)
+_ARCHS = {HOPPER: "sm_90a"}
+"""The kernels' target by compute capability. Code for an "a" target runs on exactly that capability."""
+
+_KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+_HEAD_DIM_MULTIPLE = 8
+"""Elements: the tensor memory accelerator wants strides of whole 16 bytes."""
+
+
+class FallbackWarning(UserWarning):
+    """A call runs without the kernel. Given once per reason in a process."""
+
+
+def is_empty(query_shape: Sequence[int], key_shape: Sequence[int]) -> bool:
+    """Whether a call has no score to compute. Its result is then a constant, and no kernel is launched."""
+    return 0 in (*query_shape, *key_shape)
+
+
+def choose(
+    spec: AttentionSpec,
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    value_shape: Sequence[int],
+    dtype: DTypeLike,
+    capability: Capability,
+    *,
+    variants: Sequence[Variant] | None = None,
+) -> Variant | str:
+    """Returns the kernel for a call, or the reason why there is none and what would have one.
+
+    A pure function: it looks at no device.
+
+    Args:
+      spec: The visible keys.
+      query_shape: (*B, T, N, H).
+      key_shape: (*B, S, K, H).
+      value_shape: Like `key_shape`.
+      dtype: Of all three arrays.
+      capability: Compute capability of the GPU.
+      variants: What to choose from; None for the kernels of the installed package.
+
+    Raises:
+      InstallationError: The package has no readable manifest.
+    """
+    if variants is None:
+        variants = load_manifest().variants
+    *batch, queries, heads, head_dim = query_shape
+    keys = key_shape[-3]
+
+    dtype = np.dtype(dtype)
+    if dtype.name not in _KERNEL_DTYPES:
+        return f"no kernel takes dtype {dtype.name}; {' and '.join(_KERNEL_DTYPES)} have one"
+    widest = max((variant.head_dim for variant in variants), default=0)
+    if any(not isinstance(size, int) for shape in (query_shape, key_shape, value_shape) for size in shape):
+        return f"no kernel takes symbolic dimensions, got query {query_shape} and key {key_shape}"
+    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > widest:
+        return f"no kernel takes {head_dim=}; multiples of {_HEAD_DIM_MULTIPLE} up to {widest} have one"
+    for name, size in (("T", queries), ("S", keys), ("batch size times N", math.prod(batch) * heads)):
+        if size > UNBOUNDED:
+            return f"no kernel takes {name} = {size}; at most {UNBOUNDED} has one"
+    if capability not in _ARCHS:
+        major, minor = capability
+        return f"no kernel for compute capability {major}.{minor}; 9.0 (Hopper) has one"
+
+    mask = spec.effective(queries, keys).mask_kind
+    wanted = (_ARCHS[capability], _KERNEL_DTYPES[dtype.name], mask)
+    fitting = [v for v in variants if (v.arch, v.dtype, v.mask) == wanted and v.head_dim >= head_dim]
+    if not fitting:
+        return f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}"
+    return min(fitting, key=lambda variant: variant.head_dim)
+
+
+def cuda_capabilities() -> frozenset[Capability]:
+    """Returns the compute capabilities of this process's CUDA GPUs; empty where jax finds none."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # how jax says that there is no such backend
+        return frozenset()
+    return frozenset(_parse_capability(device.compute_capability) for device in devices)
+
+
+def _parse_capability(text: str) -> Capability:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def lowering_capability() -> Capability:
+    """Returns the compute capability to choose a kernel for when lowering for CUDA.
+
+    Where there is no GPU the program is meant for another machine, which is taken to be a Hopper. Where there
+    are several kinds, all have to be able to run the program, and one that has no kernels decides.
+    """
+    return min(cuda_capabilities() - _ARCHS.keys(), default=HOPPER)
+
+
+def wrong_platform(platform: str) -> str:
+    """Returns the reason for a program that is not for CUDA."""
+    return f"the kernels run on NVIDIA Hopper GPUs, and this is for platform {platform}"
+
+
+def refuse(reason: str) -> NotImplementedError:
+    """Returns the error for a call that demands the kernel and cannot have it."""
+    return NotImplementedError(
+        f"implementation='r2p' was asked for, but {reason}. With implementation=None it runs as plain XLA."
+    )
+
+
+@functools.cache
+def warn_fallback(reason: str) -> None:
+    """Warns that a call runs without the kernel, the first time that `reason` is given in this process."""
+    warnings.warn(
+        f"jax_r2p.attention runs as plain XLA: {reason}. implementation='xla' does that without a warning.",
+        FallbackWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,213 @@
+"""The compiled library: its registration with XLA, and the call of its kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax import Array
+
+from jax_r2p._manifest import FOLDER, InstallationError, Variant, load_manifest, package_file, repair_hint
+from jax_r2p._spec import UNBOUNDED, AttentionSpec
+
+TARGET = "jax_r2p.attention_forward.v1"
+"""Name of the call in compiled programs. Another signature needs another name."""
+
+LIBRARY = "libjax_r2p.so"
+
+_SYMBOLS = {
+    "initialize": "jax_r2p_attention_forward_initialize",
+    "execute": "jax_r2p_attention_forward_execute",
+}
+
+_OLDEST_JAXLIB = (0, 7, 2)
+"""The library is built with the FFI headers of this version, which later ones accept."""
+
+_DTYPE_CODES = {"fp16": 10, "bf16": 16}
+"""Element types in XLA's numbering (R2pDtype)."""
+
+_ERROR_SIZE = 4096
+
+_lock = threading.Lock()
+
+
+class _Parameter(ctypes.Structure):
+    """R2pParameter of ffi/c_api.h."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("size", ctypes.c_uint32)]
+
+
+class _Variant(ctypes.Structure):
+    """R2pVariant of ffi/c_api.h."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("entry", ctypes.c_char_p),
+        ("cubin", ctypes.c_char_p),
+        ("cubin_size", ctypes.c_size_t),
+        ("dtype", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("tile_m", ctypes.c_int32),
+        ("tile_n", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared_memory", ctypes.c_int32),
+        ("parameters", ctypes.POINTER(_Parameter)),
+        ("parameter_count", ctypes.c_size_t),
+    ]
+
+
+def attention_forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: Array,
+    *,
+    variant: Variant,
+    spec: AttentionSpec,
+    kv_repeat: int,
+    kv_inner: int,
+) -> tuple[Array, Array]:
+    """Calls a kernel, in a function that is lowered for CUDA.
+
+    Args:
+      query: (B, T, N, H), not empty.
+      key: (B // kv_repeat, S, K, H).
+      value: Like `key`.
+      scale: float32 scalar.
+      variant: The kernel, one that fits the arguments.
+      spec: The visible keys; bounds that do not bind at these lengths are left out.
+      kv_repeat: See `Folding.repeat`.
+      kv_inner: See `Folding.inner`.
+
+    Returns:
+      out, like `query`, and lse, (B, N, T), float32.
+
+    Raises:
+      InstallationError: The library cannot be used.
+    """
+    register()
+    batch, queries, heads, _ = query.shape
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), np.float32),
+    )
+    # The handler wants these integer types exactly; a Python int would become an int64.
+    out, lse = jax.ffi.ffi_call(TARGET, results)(
+        query,
+        key,
+        value,
+        scale,
+        variant=variant.name,
+        window_left=np.int32(UNBOUNDED if spec.left is None else spec.left),
+        window_right=np.int32(UNBOUNDED if spec.right is None else spec.right),
+        kv_repeat=np.int64(kv_repeat),
+        kv_inner=np.int64(kv_inner),
+    )
+    return out, lse
+
+
+def register() -> None:
+    """Hands the kernels to the library, and the library to XLA; only once in a process, and from any thread.
+
+    A kernel whose file is missing or altered is registered as broken: a program that needs it fails and says
+    so, and others run.
+
+    Raises:
+      InstallationError: The library or the manifest is missing or of another version, or jaxlib is too old.
+    """
+    with _lock:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    _check_jaxlib(jaxlib.version.__version__)
+    library = _load_library()
+    for variant in load_manifest().variants:
+        _add_variant(library, variant)
+    jax.ffi.register_ffi_target(
+        TARGET,
+        {stage: jax.ffi.pycapsule(library[symbol]) for stage, symbol in _SYMBOLS.items()},
+        platform="CUDA",
+    )
+
+
+def _check_jaxlib(version: str) -> None:
+    """Checked here because a handler that XLA refuses keeps its whole backend from starting."""
+    if tuple(int(part) for part in version.split(".")[:3]) < _OLDEST_JAXLIB:
+        oldest = ".".join(map(str, _OLDEST_JAXLIB))
+        raise InstallationError(f"jax_r2p needs jaxlib {oldest} or later, found {version}")
+
+
+def _load_library() -> ctypes.CDLL:
+    file = package_file(LIBRARY)
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise InstallationError(f"{file} cannot be loaded: {error}. Reinstall jax_r2p.") from error
+    library.r2p_add_variant.argtypes = [ctypes.POINTER(_Variant), ctypes.c_char_p, ctypes.c_size_t]
+    library.r2p_add_broken_variant.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]
+    return library
+
+
+def _add_variant(library: ctypes.CDLL, variant: Variant) -> None:
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    try:
+        cubin = read_cubin(variant)
+    except InstallationError as problem:
+        code = library.r2p_add_broken_variant(
+            variant.name.encode(), str(problem).encode(), error, _ERROR_SIZE
+        )
+    else:
+        code = library.r2p_add_variant(_to_c(variant, cubin), error, _ERROR_SIZE)
+    if code:
+        raise InstallationError(f"{package_file(LIBRARY)} refuses a kernel: {error.value.decode()}")
+
+
+def read_cubin(variant: Variant) -> bytes:
+    """Returns the kernel's code.
+
+    Raises:
+      InstallationError: The file is missing, or is not the one that the manifest describes.
+    """
+    file = package_file(FOLDER, variant.file)
+    try:
+        cubin = file.read_bytes()
+    except FileNotFoundError:
+        raise InstallationError(f"{file} is missing. {repair_hint(variant.name)}") from None
+    found = hashlib.sha256(cubin).hexdigest()
+    if found != variant.sha256:
+        raise InstallationError(
+            f"{file} is altered: expected sha256 {variant.sha256}, found {found}. {repair_hint(variant.name)}"
+        )
+    return cubin
+
+
+def _to_c(variant: Variant, cubin: bytes) -> _Variant:
+    parameters = [_Parameter(parameter.name.encode(), parameter.size) for parameter in variant.parameters]
+    return _Variant(
+        struct_size=ctypes.sizeof(_Variant),
+        name=variant.name.encode(),
+        entry=variant.entry.encode(),
+        cubin=cubin,
+        cubin_size=len(cubin),
+        dtype=_DTYPE_CODES[variant.dtype],
+        head_dim=variant.head_dim,
+        tile_m=variant.tile_m,
+        tile_n=variant.tile_n,
+        threads=variant.threads,
+        shared_memory=variant.shared_memory,
+        parameters=(_Parameter * len(parameters))(*parameters),
+        parameter_count=len(parameters),
+    )

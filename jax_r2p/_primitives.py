@@ -1,0 +1,252 @@
+"""The primitive `jax_r2p_attention`: its types, its rules, and what it is lowered to.
+
+    query (*B, T, N, H), key and value (*B, S, K, H), scale ()  ->  out (*B, T, N, H), lse (*B, N, T)
+
+`_batching` says which batch dimensions key, value and scale may have instead. What the results are is written
+in `reference`, which also is the lowering wherever no kernel runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jax_r2p import _batching, _dispatch, _ffi, reference
+from jax_r2p._manifest import Variant
+from jax_r2p._spec import AttentionSpec
+
+_Attention = Callable[..., tuple[Array, Array]]
+
+attention_p: Any = Primitive("jax_r2p_attention")  # typed in part only
+attention_p.multiple_results = True
+
+
+def bind_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: Array,
+    *,
+    spec: AttentionSpec,
+    implementation: _dispatch.Implementation | None,
+) -> tuple[Array, Array]:
+    """Binds the primitive.
+
+    Args:
+      query: (*B, T, N, H).
+      key: (*B, S, K, H), same dtype; batch dimensions may be 1 instead.
+      value: Like `key`.
+      scale: () or any shape that `_batching` allows; dtype `reference.compute_dtype(query.dtype)`.
+      spec: The visible keys.
+      implementation: "r2p" to fail where no kernel runs; None to take the reference there.
+
+    Returns:
+      out and lse.
+    """
+    operands = _vary_together(query, key, value, scale)
+    out, lse = attention_p.bind(*operands, spec=spec, implementation=implementation)
+    return out, lse
+
+
+def _vary_together(*operands: Array) -> list[Array]:
+    """Makes operands vary over the same manual axes of a `shard_map`.
+
+    The transpose of this cast is a sum over the axis: it is what adds up the gradients of an operand that is
+    the same on all devices of an axis.
+    """
+    have = [_manual_axes(jax.typeof(x)) for x in operands]
+    want = frozenset[Any]().union(*have)
+    return [
+        x if axes == want else lax.pcast(x, tuple(sorted(want - axes, key=str)), to="varying")
+        for x, axes in zip(operands, have, strict=True)
+    ]
+
+
+def _manual_axes(aval: Any) -> frozenset[Any]:
+    manual = getattr(aval, "mat", None)  # jax 0.10 and later
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+# Types. Results are derived from the query's type, which carries its sharding on explicit meshes and its
+# manual axes.
+
+
+def _abstract_eval(query: Any, key: Any, value: Any, scale: Any, **params: Any) -> list[Any]:
+    del key, value, params
+    batch = range(query.ndim - 3)
+    rows, heads = query.ndim - 3, query.ndim - 2
+    out = query.update(weak_type=False)
+    lse = _permute(query, (*batch, heads, rows), scale.dtype)
+    return [out, lse]
+
+
+attention_p.def_abstract_eval(_abstract_eval)
+
+
+def _permute(aval: Any, dims: Sequence[int], dtype: DTypeLike) -> Any:
+    """Returns the type whose dimension i is dimension `dims[i]` of `aval`, sharded alike."""
+    spec = PartitionSpec(*(aval.sharding.spec[i] for i in dims))
+    return aval.update(
+        shape=tuple(aval.shape[i] for i in dims),
+        dtype=np.dtype(dtype),
+        weak_type=False,
+        sharding=aval.sharding.update(spec=spec),
+    )
+
+
+# Evaluation outside of jit.
+
+
+@functools.cache
+def _compiled(**params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(attention_p.bind, **params))
+
+
+attention_p.def_impl(lambda *operands, **params: _compiled(**params)(*operands))
+
+
+# Transformations.
+
+
+def _batch(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[tuple[Array, Array], tuple[int, int]]:
+    mapped = _batching.add_leading_dimension(operands, axes)
+    return bind_attention(*mapped, **params), (0, 0)
+
+
+batching.primitive_batchers[attention_p] = _batch
+
+
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    spec: AttentionSpec,
+    implementation: _dispatch.Implementation | None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Tangents come from the reference, at its cost: it holds all T * S scores in memory."""
+    results = bind_attention(*primals, spec=spec, implementation=implementation)
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Array) -> tuple[Array, Array]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return reference.attention(*_vary_together(*operands), spec=spec)
+
+    _, result_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return results, result_tangents
+
+
+ad.primitive_jvps[attention_p] = _jvp
+
+
+# Lowering. The rule is chosen by the platform that a program is lowered for, not by the devices of this
+# process.
+
+
+def _lower(function: _Attention, ctx: Any, *operands: Any) -> Any:
+    """Lowers a function of plain arrays in place of the primitive.
+
+    It is traced without the shardings of an explicit mesh, whose rules would refuse to merge a sharded batch
+    with another dimension. The types of the results do not depend on it: they are those of `_abstract_eval`.
+    """
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+
+
+def _lower_default(
+    ctx: Any, *operands: Any, spec: AttentionSpec, implementation: _dispatch.Implementation | None
+) -> Any:
+    if not _is_empty(ctx):
+        platforms = " and ".join(ctx.platforms or ctx.module_context.platforms)
+        _fall_back(_dispatch.wrong_platform(platforms), implementation)
+    return _lower(functools.partial(reference.attention, spec=spec), ctx, *operands)
+
+
+def _lower_cuda(
+    ctx: Any, *operands: Any, spec: AttentionSpec, implementation: _dispatch.Implementation | None
+) -> Any:
+    if not _is_empty(ctx):
+        query, key, value, _ = ctx.avals_in
+        choice = _dispatch.choose(
+            spec, query.shape, key.shape, value.shape, query.dtype, _dispatch.lowering_capability()
+        )
+        if isinstance(choice, Variant):
+            return _lower(functools.partial(_call_kernel, variant=choice, spec=spec), ctx, *operands)
+        _fall_back(choice, implementation)
+    return _lower(functools.partial(reference.attention, spec=spec), ctx, *operands)
+
+
+mlir.register_lowering(attention_p, _lower_default)
+mlir.register_lowering(attention_p, _lower_cuda, platform="cuda")
+
+
+def _is_empty(ctx: Any) -> bool:
+    query, key, *_ = ctx.avals_in
+    return _dispatch.is_empty(query.shape, key.shape)
+
+
+def _fall_back(reason: str, implementation: _dispatch.Implementation | None) -> None:
+    if implementation == "r2p":
+        raise _dispatch.refuse(reason)
+    _dispatch.warn_fallback(reason)
+
+
+def _call_kernel(
+    query: Array, key: Array, value: Array, scale: Array, *, variant: Variant, spec: AttentionSpec
+) -> tuple[Array, Array]:
+    """Calls the kernel once; or, if scale differs along a batch dimension, once for each index of it."""
+    call = functools.partial(_call_kernel, variant=variant, spec=spec)
+    for axis, size in enumerate(scale.shape):
+        if size > 1:
+            return _map(call, axis, size, query, key, value, scale)
+
+    *batch, queries, heads, _ = query.shape
+    keys = key.shape[-3]
+    folding = _batching.fold(batch, key.shape[:-3], value.shape[:-3])
+    key, value = (
+        _batching.flatten_batch(jnp.broadcast_to(x, (*folding.kv_dims, *x.shape[-3:])), 3)
+        for x in (key, value)
+    )
+    out, lse = _ffi.attention_forward(
+        _batching.flatten_batch(query, 3),
+        key,
+        value,
+        scale.reshape(()),
+        variant=variant,
+        spec=spec.effective(queries, keys),
+        kv_repeat=folding.repeat,
+        kv_inner=folding.inner,
+    )
+    return out.reshape(query.shape), lse.reshape(*batch, heads, queries)
+
+
+def _map(call: _Attention, axis: int, size: int, *operands: Array) -> tuple[Array, Array]:
+    """Calls `call` for each index of batch dimension `axis`, one after the other.
+
+    An operand of size 1 there is shared. The kernel reads a single scale, so each further one costs a launch.
+    """
+    whole = [x.shape[axis] == size for x in operands]
+    moved = [jnp.moveaxis(x, axis, 0) for w, x in zip(whole, operands, strict=True) if w]
+
+    def call_one(slices: Sequence[Array]) -> tuple[Array, Array]:
+        remaining = iter(slices)
+        return call(
+            *(next(remaining) if w else x.squeeze(axis) for w, x in zip(whole, operands, strict=True))
+        )
+
+    out, lse = lax.map(call_one, moved)
+    return jnp.moveaxis(out, 0, axis), jnp.moveaxis(lse, 0, axis)

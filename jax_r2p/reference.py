@@ -1,0 +1,162 @@
+"""Attention in plain `jax.numpy`: the contract of every result, and what runs where no kernel does.
+
+For each query i of a row of T queries and S keys, with the visible keys of `AttentionSpec`:
+
+    score[j] = scale * sum_h query[i, h] * key[j, h]      for every visible key j
+    lse      = log(sum_j exp(score[j]))                   natural logarithm
+    out      = sum_j exp(score[j] - lse) * value[j]
+
+Query head n uses key and value head n // (N // K).
+
+Visible keys. The last query is aligned with the last key, and both ends of a window are inclusive. Rows are
+queries, columns are keys, 1 is visible:
+
+    T = 4, S = 4    causal     window (1, 1)   window (1, 0)   causal, T = 2   causal, S = 2
+                    1 0 0 0       1 1 0 0         1 0 0 0         1 1 1 0          0 0
+                    1 1 0 0       1 1 1 0         1 1 0 0         1 1 1 1          0 0
+                    1 1 1 0       0 1 1 1         0 1 1 0                          1 0
+                    1 1 1 1       0 0 1 1         0 0 1 1                          1 1
+
+A query that sees no key (the first two rows of the last example, or any row when S = 0) gets out 0 and lse
+-inf, and adds exactly 0 to every gradient.
+
+A hidden key has no influence at all, not even when its key or value is NaN or infinite: 0 * NaN does not
+leak. A visible key has: its NaN or infinite value reaches the output as NaN or infinity, however small its
+weight. Gradients take such elements as constants, so that those of queries which do not see them stay finite.
+
+Everything is computed in float32 (float64 for float64 inputs) at full matmul precision and rounded once, at
+the end.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_r2p._spec import AttentionSpec
+
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype of scores, weights, scale and lse for inputs of `dtype`: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+# Called outside of jit, its operations would be compiled and run one by one.
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
+def attention(
+    query: Array, key: Array, value: Array, scale: ArrayLike, *, spec: AttentionSpec
+) -> tuple[Array, Array]:
+    """Computes attention by the definition above, with all T * S scores in memory.
+
+    Args:
+      query: (*B, T, N, H), floating point.
+      key: (*B, S, K, H), same dtype; N is a multiple of K. Each batch dimension may also be 1 and is then
+        shared.
+      value: Same shape and dtype as `key`, though other batch dimensions may be 1.
+      scale: Factor of the scores, of any sign; a scalar, or an array that broadcasts against the batch
+        dimensions *B.
+      spec: The visible keys.
+
+    Returns:
+      out, like `query`, and lse, (*B, N, T), float32 or float64.
+    """
+    dtype = compute_dtype(query.dtype)
+    *batch, queries, heads, head_dim = query.shape
+    keys, kv_heads = key.shape[-3:-1]
+    group = heads // kv_heads if kv_heads else 0
+    grouped = query.reshape(*batch, queries, kv_heads, group, head_dim)
+
+    scores = _scores(grouped.astype(dtype), key.astype(dtype))
+    scale = jnp.asarray(scale, dtype)[..., None, None, None, None]
+    visible = _visible(spec, queries, keys)
+    if visible is None:
+        scores = scores * scale
+    else:
+        # Hidden scores may be NaN. They are cut off on both sides of the product, so that neither its value
+        # nor its derivative by `scale` meets them.
+        scores = jnp.where(visible, jnp.where(visible, scores, 0) * scale, -jnp.inf)
+
+    # Any finite shift gives the same result; the largest score keeps exp in range. It is -inf for a row
+    # without visible keys, where exp(-inf - -inf) would be NaN.
+    largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
+    shift = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = jnp.exp(scores - shift)
+    total = jnp.sum(weights, axis=-1)
+    empty = total == 0
+    divisor = jnp.where(empty, 1, total)
+
+    out = _weighted_values(weights, value.astype(dtype), spec) / jnp.moveaxis(divisor, -1, -3)[..., None]
+    lse = jnp.where(empty, -jnp.inf, shift[..., 0] + jnp.log(divisor))
+    return out.reshape(query.shape).astype(query.dtype), lse.reshape(*batch, heads, queries)
+
+
+def _visible(spec: AttentionSpec, queries: int, keys: int) -> Array | None:
+    """Returns the mask (T, S), or None when every key is visible to every query."""
+    low, high = spec.bounds(queries, keys)
+    distance = jnp.arange(keys) - jnp.arange(queries)[:, None]
+    if low is None:
+        return None if high is None else distance <= high
+    return distance >= low if high is None else (distance >= low) & (distance <= high)
+
+
+# The two products. Their derivatives see finite numbers only: a hidden key has weight 0, and 0 times an
+# infinite element would spread NaN from it to the whole row. `_weighted_values` must keep that away from its
+# value too.
+
+
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+@jax.custom_jvp
+def _scores(query: Array, key: Array) -> Array:
+    """Query (..., T, K, G, H) times key (..., S, K, H) -> (..., K, G, T, S)."""
+    return _einsum("...tkgh,...skh->...kgts", query, key)
+
+
+@_scores.defjvp
+def _scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (query, key), (query_dot, key_dot) = primals, tangents
+    return _scores(query, key), _scores(query_dot, _finite(key)) + _scores(_finite(query), key_dot)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weighted_values(weights: Array, value: Array, spec: AttentionSpec) -> Array:
+    """Weights (..., K, G, T, S) times value (..., S, K, H) -> (..., T, K, G, H)."""
+    product = _product(weights, _finite(value))
+    return product + _visible_infinities(value, weights.shape[-2], spec)[..., None, :]
+
+
+@_weighted_values.defjvp
+def _weighted_values_jvp(
+    spec: AttentionSpec, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (weights, value), (weights_dot, value_dot) = primals, tangents
+    tangent = _product(weights_dot, _finite(value)) + _product(weights, value_dot)
+    return _weighted_values(weights, value, spec), tangent
+
+
+def _product(weights: Array, value: Array) -> Array:
+    return _einsum("...kgts,...skh->...tkgh", weights, value)
+
+
+def _visible_infinities(value: Array, queries: int, spec: AttentionSpec) -> Array:
+    """Returns (..., T, K, H): the sum of the NaN and infinite values that each query sees, else 0."""
+    keys = value.shape[-3]
+    low, high = spec.bounds(queries, keys)
+    first = jnp.zeros(queries, int) if low is None else jnp.clip(jnp.arange(queries) + low, 0, keys)
+    end = jnp.full(queries, keys) if high is None else jnp.clip(jnp.arange(queries) + high + 1, 0, keys)
+
+    # Visible keys are consecutive, so they are counted as the difference of two prefix sums.
+    nan = jnp.isnan(value)
+    flags = jnp.concatenate([nan | (value == jnp.inf), nan | (value == -jnp.inf)], axis=-1)
+    counts = jnp.cumsum(flags, axis=-3, dtype=jnp.int32)
+    before = jnp.pad(counts, [(0, 0)] * (counts.ndim - 3) + [(1, 0), (0, 0), (0, 0)])
+    up, down = jnp.split(jnp.take(before, end, axis=-3) > jnp.take(before, first, axis=-3), 2, axis=-1)
+    return jnp.where(up, jnp.inf, 0) + jnp.where(down, -jnp.inf, 0)
