@@ -1,0 +1,46 @@
+"""Everything in this folder runs the compiled kernel, so it needs a Hopper GPU (compute capability 9.0).
+
+One H200 finishes the folder in about five minutes: `python -m pytest -m gpu -n 6 tests/gpu`. Workers share
+the GPU, hence no preallocation. Where there is no such GPU every test is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent):  # the helpers beside this file and in tests/, in every pytest import mode
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a Hopper GPU")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.resolve().parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper():
+    """The GPU all tests here use; skips them where there is none."""
+    import jax
+
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {str(error).splitlines()[0]}")
+    capability = str(getattr(devices[0], "compute_capability", "unknown"))
+    if capability != "9.0":
+        pytest.skip(f"needs compute capability 9.0, {devices[0].device_kind} has {capability}")
+    return devices[0]

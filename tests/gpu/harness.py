@@ -1,0 +1,181 @@
+"""Running the kernel so that nothing can hide: every output is poisoned first, every result is compared.
+
+`Call` says how the public function is called, `problem` (see numerics.py) what with. Calls that belong
+together go into one compiled program: compiling a program costs some 0.3 s whatever is in it, so 50 shapes
+are one program.
+
+Poisoning. XLA allocates results itself, so each result's memory is handed in: an array full of NaN bits is
+donated for every result, and XLA writes the result where that array was. Asserted each time: by address that
+it did, and from the compiled program that no copy stands between the kernel and that memory. What the kernel
+leaves unwritten is then NaN and fails the comparison. The residual is returned as (B, N, T), the order in
+which the kernel writes it; otherwise a transpose would be such a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numerics
+import numpy as np
+from numerics import Problem
+
+import jax_r2p
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of `jax_r2p.attention` in words: its sizes and its keyword arguments."""
+
+    t: int
+    s: int | None = None
+    b: int = 1
+    n: int = 2
+    k: int = 1
+    h: int = 64
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    window: int | tuple[int, int] | None = None
+    scale: float | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        mask = ("causal " if self.is_causal else "") + (
+            "" if self.window is None else f"window={self.window} "
+        )
+        s = self.t if self.s is None else self.s
+        return (
+            f"{mask}T={self.t} S={s} B={self.b} N={self.n} K={self.k} H={self.h} {self.dtype}"
+            f"{'' if self.scale is None else f' scale={self.scale}'}"
+        )
+
+    def problem(self) -> Problem:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "seed"}
+        return numerics.random_problem(self.seed, **fields)
+
+    def keywords(self) -> dict:
+        return {"is_causal": self.is_causal, "local_window_size": self.window, "scale": self.scale}
+
+
+def kernel(query, key, value, **keywords):
+    """The public function, kernel demanded, residual in the order the kernel writes it: out, (..., N, T)."""
+    out, residual = jax_r2p.attention(
+        query, key, value, **keywords, return_residual=True, implementation="r2p"
+    )
+    return out, jnp.swapaxes(residual, -1, -2)
+
+
+def _poison(shape, dtype) -> jax.Array:
+    """An array of `shape` with every bit set (a NaN in each floating type), copied from the host: no
+    compilation.
+    """
+    bits = np.full(shape, -1, np.dtype(f"int{8 * jnp.dtype(dtype).itemsize}"))
+    return jax.device_put(bits.view(jnp.dtype(dtype)))
+
+
+def poisoned(function, *args, direct: bool = False):
+    """jit(function)(*args) with every result written over NaN. Returns what `function` returns, on the
+    device.
+
+    direct: `function` does nothing but call the kernel. Then the compiled program may hold no copy, so the
+      memory that was poisoned is the memory that the kernel wrote.
+    """
+    shapes = jax.eval_shape(function, *args)
+    poison = jax.tree.map(lambda x: _poison(x.shape, x.dtype), shapes)
+    addresses = _addresses(poison)
+
+    def program(poison, args):
+        del poison  # only its memory is wanted
+        return function(*args)
+
+    compiled = jax.jit(program, donate_argnums=0, keep_unused=True).lower(poison, args).compile()
+    if direct:
+        copies = re.findall(r"= \w+\[\d[^ ]* (?:copy|transpose|fusion)\(.*", compiled.as_text())
+        assert not copies, f"results reach the poisoned memory through copies: {copies[:3]}"
+    written = _addresses(results := jax.block_until_ready(compiled(poison, args)))
+    assert written == addresses, "a result was not written into the memory that was poisoned for it"
+    return results
+
+
+def _addresses(tree) -> list[int]:
+    """Sorted device addresses; results of equal shape may swap places. Empty arrays have no memory."""
+    return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size)
+
+
+def run(calls: Sequence[Call], problems: Sequence[Problem]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All calls in one compiled program over poisoned results: per call out (B, T, N, H) and residual (B, T,
+    N).
+    """
+    arrays = [jax.device_put((p.query, p.key, p.value)) for p in problems]
+
+    def program(*arrays):
+        return [kernel(*a, **call.keywords()) for call, a in zip(calls, arrays, strict=True)]
+
+    return [
+        (np.asarray(out), np.swapaxes(np.asarray(residual), -1, -2))
+        for out, residual in poisoned(program, *arrays, direct=True)
+    ]
+
+
+def check(calls: Sequence[Call]) -> None:
+    """Run all calls on random inputs and compare out and residual of each with the definition.
+
+    Calls of one shape and mask differ by `seed` only if they say so. The first failure of each call is
+    collected, so one run shows whether one length is off or all are.
+    """
+    problems = [call.problem() for call in calls]
+    results = run(calls, problems)
+    failures = []
+    for call, (out, residual), want in zip(calls, results, numerics.expected(problems), strict=True):
+        try:
+            numerics.check(out, residual, want, name=str(call))
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, f"{len(failures)} of {len(calls)} calls are off:\n" + "\n".join(failures[:20])
+
+
+def check_visible_keys(calls: Sequence[Call]) -> None:
+    """Read the mask back out of the kernel, exactly: each call must use the visible keys, each once, and no
+    other.
+
+    With query 0 all weights are 1, so residual = ln(number of visible keys), and with value[j] = one in lane
+    j % H the output times that number counts the visible keys of each lane. A key too many or too few moves a
+    count by one, far over the rounding allowed here; random inputs would hide it in rows that see hundreds of
+    keys.
+    """
+    problems = []
+    for call in calls:
+        p = call.problem()
+        lanes = np.zeros(p.value.shape, p.value.dtype)
+        lanes[:, np.arange(lanes.shape[1]), :, np.arange(lanes.shape[1]) % call.h] = 1
+        problems.append(dataclasses.replace(p, query=np.zeros_like(p.query), value=lanes))
+    failures = []
+    for call, p, (out, residual) in zip(calls, problems, run(calls, problems), strict=True):
+        _, t, s, _, _, h = p.shape
+        seen = numerics.visible(t, s, p.left, p.right)
+        count = seen.sum(axis=1)
+        lane = np.zeros((t, h))
+        for j in range(s):
+            lane[:, j % h] += seen[:, j]
+        with np.errstate(divide="ignore"):
+            want_residual = np.log(count)[None, :, None]
+        want = (lane / np.maximum(count, 1)[:, None])[None, :, None, :]
+        rounding = float(jnp.finfo(p.value.dtype).eps)  # at most one unit in the last place; 0 must be 0
+        want, want_residual = np.broadcast_to(want, out.shape), np.broadcast_to(want_residual, residual.shape)
+        try:
+            numerics.assert_close(residual, want_residual, 1e-5, name=f"{call}: residual")
+            numerics.assert_close(out, want, rounding * want, name=f"{call}: share of each lane")
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, f"{len(failures)} of {len(calls)} calls are off:\n" + "\n".join(failures[:20])
+
+
+def fill_shared_memory_with_nan(h: int, dtype: str) -> None:
+    """Leave NaN in the shared memory of every SM: what a later launch reads without writing it first is then
+    NaN.
+    """
+    nan = jnp.full((1, 256, 1056, h), jnp.nan, dtype)  # 1056 heads: 8 blocks per SM of an H200 at the least
+    jax.block_until_ready(kernel(nan, nan[:, :, :1], nan[:, :, :1]))

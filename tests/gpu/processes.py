@@ -1,0 +1,131 @@
+"""What the tests of fresh processes run: `python processes.py first INDEX OUT.npz` or `... replay OUT.npz`.
+
+A process of its own is needed where the first call counts, or where XLA's flags do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+FIRST_LENGTHS = (1, 63, 65, 127, 129, 447, 1021)
+FIRST_HEADS = ((2, 2), (4, 2), (7, 1), (8, 1))  # groups of 1, 2, 7, 8
+
+REPLAYS = 20
+
+
+def first_calls():
+    from harness import Call
+
+    return [Call(t=t, n=n, k=k, h=64, is_causal=True) for t in FIRST_LENGTHS for n, k in FIRST_HEADS]
+
+
+def replay_calls():
+    """One of each mask and both compiled head dims, so several kernels share a graph."""
+    from harness import Call
+
+    masks = ({}, {"is_causal": True}, {"window": (30, 2)})
+    return [Call(t=150, n=4, k=2, h=h, **mask) for h in (64, 128) for mask in masks]
+
+
+def start(*arguments: str, timeout: float, **environment: str) -> str:
+    """Run this file in a fresh process outside any source tree; returns stdout, raises with stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "processes.py"), *arguments],
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    assert done.returncode == 0, (
+        f"{arguments} failed ({done.returncode}):\n{done.stdout}\n{done.stderr[-4000:]}"
+    )
+    return done.stdout
+
+
+def _save(path: str, results) -> None:
+    import numpy as np
+
+    arrays = {}
+    for i, (out, residual) in enumerate(results):
+        arrays[f"out{i}"] = np.asarray(out).view(np.uint16)  # npz knows no bfloat16
+        arrays[f"residual{i}"] = np.asarray(residual)
+    np.savez(path, **arrays)
+
+
+def load(path, dtype="bfloat16") -> list:
+    """The list of (out, residual) that a process saved."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    with np.load(path) as f:
+        return [(f[f"out{i}"].view(jnp.dtype(dtype)), f[f"residual{i}"]) for i in range(len(f.files) // 2)]
+
+
+def _first(index: int, path: str) -> None:
+    """The call with this index is the first in the process; then all. Results are written over NaN."""
+    from harness import run
+
+    calls = first_calls()
+    problems = [c.problem() for c in calls]
+    first = run([calls[index]], [problems[index]])
+    _save(path, first + run(calls, problems))
+
+
+def _replay(path: str) -> None:
+    """REPLAYS runs of one program over changing inputs in changing buffers, and whether it was run as a CUDA
+    graph.
+    """
+    import jax
+    from harness import kernel
+
+    calls = replay_calls()
+
+    @jax.jit
+    def program(arrays):
+        # an elementwise operation before and after, so that a graph holds more than our kernels
+        return [kernel(2 * q, k, v + 1, **c.keywords()) for c, (q, k, v) in zip(calls, arrays, strict=True)]
+
+    results, keep = [], []
+    for seed in range(REPLAYS):
+        problems = [type(c)(**{**c.__dict__, "seed": seed}).problem() for c in calls]
+        arrays = jax.device_put([(p.query, p.key, p.value) for p in problems])
+        if seed % 3:  # some buffers stay alive, so that later runs get other addresses
+            keep.append(arrays)
+        results += program(arrays)
+    _save(path, results)
+    print(json.dumps(_driver_calls(lambda: jax.block_until_ready(program(arrays)))))
+
+
+def _driver_calls(function) -> dict[str, int]:
+    """How many launches of graphs and of kernels the profiler sees while `function` runs three times."""
+    import jax
+
+    counts = {"graph": 0, "kernel": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(3):
+                function()
+        for file in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        counts["graph"] += "GraphLaunch" in event.name
+                        counts["kernel"] += "LaunchKernel" in event.name
+    return counts
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    if sys.argv[1] == "first":
+        _first(int(sys.argv[2]), sys.argv[3])
+    else:
+        _replay(sys.argv[2])

@@ -1,0 +1,104 @@
+"""Lengths where 32-bit offsets and single-precision counters end."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import kernel
+from numerics import Problem, bounds, expected
+from numerics import check as compare
+
+
+def _rows(x, b, start, stop, head) -> np.ndarray:
+    return np.asarray(x[b : b + 1, start:stop, head : head + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "k"), [(65, 65), (130, 1)], ids=["own_keys", "shared_keys"])
+def test_more_than_two_billion_elements(n, k):
+    """query, out (and with own keys key, value) of 2.2e9 elements each or more: offsets past 2^31, addresses
+    past 2^32.
+
+    A window keeps it fast, and lets slices be compared: rows i..i+63 need keys i-96..i+63 only. Inputs repeat
+    with a prime period, so a wrapped offset lands on other numbers.
+    """
+    h, window = 128, (96, 0)
+    t = 2**31 // (n * h) + 4321
+    period = 4099
+
+    def make(seed, heads):
+        base = jax.random.normal(jax.random.key(seed), (period, heads, h), jnp.bfloat16)
+        return jax.jit(lambda x: jnp.take(x, jnp.arange(t) % period, axis=0, mode="clip")[None])(base)
+
+    q, key, v = make(0, n), make(1, k), make(2, k)
+    assert q.size > 2**31
+    out, residual = jax.jit(lambda *a: kernel(*a, local_window_size=window))(q, key, v)
+    left, right = bounds(False, window)
+    starts = [0, t // 2, 2**31 // (n * h) - 32, t - 64]  # first, middle, across element 2^31, last
+    problems, results = [], []
+    for start in starts:
+        for head in (0, n // 2, n - 1):
+            first = max(start - window[0], 0)
+            kv_head = head // (n // k)
+            problems.append(
+                Problem(
+                    query=_rows(q, 0, start, start + 64, head),
+                    key=_rows(key, 0, first, start + 64, kv_head),
+                    value=_rows(v, 0, first, start + 64, kv_head),
+                    left=left,
+                    right=right,
+                )
+            )
+            results.append(
+                (
+                    _rows(out, 0, start, start + 64, head),
+                    np.asarray(residual[:, head, start : start + 64])[..., None],
+                    f"rows {start}.. of head {head}",
+                )
+            )
+    for (o, r, name), want in zip(results, expected(problems), strict=True):
+        compare(o, r, want, name=name)
+    assert not np.isnan(np.asarray(jnp.sum(residual))), "every row has a residual"
+    assert not bool(jnp.any(jnp.isnan(out)))
+
+
+@pytest.mark.slow
+def test_long_causal_rows():
+    """128k keys: the last rows see all of them, and the sum of their weights must not lose small ones."""
+    t, s = 256, 131_072
+    rng = np.random.default_rng(0)
+    q, key, v = (
+        jnp.asarray(rng.standard_normal((1, length, 1, 128), np.float32), jnp.bfloat16)
+        for length in (t, s, s)
+    )
+    out, residual = jax.jit(lambda *a: kernel(*a, is_causal=True))(q, key, v)
+
+    @jax.jit
+    def definition(q, key, v):
+        with jax.default_matmul_precision("highest"):
+            q, key, v = (x[0, :, 0].astype(jnp.float32) for x in (q, key, v))
+            scores = q @ key.T / np.sqrt(128)
+            scores = jnp.where(jnp.arange(s)[None] <= jnp.arange(t)[:, None] + s - t, scores, -jnp.inf)
+            return jax.nn.softmax(scores, axis=1) @ v, jax.nn.logsumexp(scores, axis=1)
+
+    want, want_residual = definition(q, key, v)
+    error = np.abs(np.asarray(out[0, :, 0], np.float32) - np.asarray(want))
+    # means over 131072 keys are about 0.005; weights and output are rounded to 8 bits
+    assert error.max() < 2.0**-7 * np.abs(np.asarray(want)).max(), error.max()
+    assert np.abs(np.asarray(residual[0, 0]) - np.asarray(want_residual)).max() < 1e-4
+
+
+def test_many_heads_and_batches():
+    """More blocks than a grid's second and third dimension may have (65535), and than 2^16 batch entries."""
+    b = 70_000
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((3, 7, 3, 1, 64), np.float32)
+    q, key, v = (jnp.asarray(np.resize(x, (b, 3, 1, 64)), jnp.bfloat16) for x in base)
+    out, residual = jax.jit(kernel)(q, key, v)
+    few = slice(0, 7)
+    [want] = expected([Problem(query=np.asarray(q[few]), key=np.asarray(key[few]), value=np.asarray(v[few]))])
+    compare(out[few], np.swapaxes(np.asarray(residual[few]), 1, 2), want, name="the first seven")
+    full = np.asarray(out).view(np.uint16)
+    np.testing.assert_array_equal(full, np.resize(full[few], full.shape))

@@ -1,0 +1,164 @@
+"""The softmax itself: scale of any kind, huge and tiny logits, residual, weights that sum to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Call, check, kernel, poisoned, run
+from numerics import assert_close, expected, random_problem
+from numerics import check as compare
+
+import jax_r2p
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, 1.0, -3.0, 1e-6, 7.5, 100.0, -100.0])
+def test_scale(scale):
+    """Any sign, zero, and so large that all weight falls on one key."""
+    masks = [{}, {"is_causal": True}, {"window": (33, 4)}]
+    check([Call(t=150, s=140, h=h, scale=scale, **mask) for h in (64, 128) for mask in masks])
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, jnp.float32, jnp.bfloat16, np.int32, float])
+def test_scale_as_a_value(kind):
+    """Traced and untraced scalars of every kind give what the Python number gives, to the bit."""
+    p = random_problem(0, t=70, h=64)
+    arrays = [jnp.asarray(x) for x in (p.query, p.key, p.value)]
+    number = 2.0
+    want = kernel(*arrays, scale=number)
+    for got in (
+        kernel(*arrays, scale=kind(number)),
+        jax.jit(lambda *a: kernel(*a[:3], scale=a[3]))(*arrays, kind(number)),
+    ):
+        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want[0], np.float32))
+        np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_scale_does_not_recompile():
+    p = random_problem(0, t=70, h=64)
+    traces = []
+
+    @jax.jit
+    def f(q, k, v, scale):
+        traces.append(1)
+        return kernel(q, k, v, scale=scale)
+
+    problems = [dataclasses.replace(p, scale=x) for x in (0.1, -0.3, 2.0)]
+    for q, want in zip(problems, expected(problems), strict=True):
+        out, residual = f(p.query, p.key, p.value, q.scale)
+        compare(out, np.swapaxes(np.asarray(residual), 1, 2), want, name=f"scale {q.scale}")
+    assert len(traces) == 1
+    assert f._cache_size() == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("t", [1, 130])
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"window": (50, 3)}], ids=["none", "causal", "window"]
+)
+def test_logits_below_any_sentinel(t, scale, mask):
+    """All logits -576000: equal, so the output is a mean. A finite "minus infinity" would be above them.
+
+    https://github.com/flashinfer-ai/flashinfer/issues/4267
+    """
+    call = Call(t=t, s=130, n=4, k=4, h=128, scale=scale, **mask)
+    p = call.problem()
+    p.query[...], p.key[...] = 450, -10
+    [(out, residual)] = run([call], [p])
+    [want] = expected([p])
+    compare(out, None, want, name=str(call))
+    assert np.abs(out.astype(np.float32)).max() > 0.1, "values average to something"
+    # float32 at 576000 has steps of 1/16; the residual goes through base 2, two more roundings
+    assert_close(residual, want.residual, 0.25 if scale else 0.025, name=f"{call}: residual")
+
+
+@pytest.mark.parametrize("scale", [0.25, None])
+@pytest.mark.parametrize("c", [147456, 163840, 180224])
+def test_huge_equal_logits(c, scale):
+    """Equal logits up to 8e9: the scaled maximum rounds, and the exponent's argument must not turn positive.
+
+    https://github.com/ROCm/aotriton/issues/54
+    """
+    for h in (16, 128):
+        call = Call(t=16, n=1, k=1, h=h, scale=scale)
+        p = call.problem()
+        p.query[...], p.key[...] = 0, 0
+        p.query[..., 3], p.key[..., 3] = c, c
+        [(out, residual)] = run([call], [p])
+        mean = np.broadcast_to(p.value.astype(np.float64).mean(axis=1, keepdims=True), out.shape)
+        assert_close(out, mean, 2.0**-8 * np.abs(mean) + 2.0**-9, name=str(call))
+        logit = float(c) ** 2 * p.softmax_scale()
+        want = np.full(residual.shape, logit + math.log(16), np.float32)
+        assert_close(residual, want, 1e-6 * logit, name=f"{call}: residual")
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0, -3e4, 3e4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_shifted_logits(offset, dtype):
+    """Logits far from zero but close to each other: one lane adds a constant to every score."""
+    calls = [Call(t=129, s=129, h=64, dtype=dtype, scale=1.0, **m) for m in ({}, {"is_causal": True})]
+    problems = [c.problem() for c in calls]
+    for p in problems:
+        p.query[...] = (p.query.astype(np.float32) / 8).astype(p.query.dtype)
+        p.query[..., 0], p.key[..., 0] = offset / 200, 200
+    for call, p, (out, residual) in zip(calls, problems, run(calls, problems), strict=True):
+        [want] = expected([p])
+        compare(out, residual, want, name=f"{call} offset={offset}")
+
+
+@pytest.mark.parametrize("h", [64, 128])
+def test_rising_and_falling_logits(h):
+    """Scores that grow along the keys rescale the accumulator at every block; falling ones never do."""
+    calls = [
+        Call(t=200, s=900, h=h, scale=1.0, seed=seed, **m)
+        for seed in (1, 2)
+        for m in ({}, {"is_causal": True})
+    ]
+    problems = []
+    for call in calls:
+        p = call.problem()
+        ramp = np.linspace(-60, 60, 900) * (1 if call.seed == 1 else -1)
+        p.query[..., 0] = 1
+        p.key[..., 0] = ramp[None, :, None]
+        p.query[..., 1:] = (p.query[..., 1:].astype(np.float32) / 16).astype(p.query.dtype)
+        problems.append(p)
+    results = run(calls, problems)
+    for call, (out, residual), want in zip(calls, results, expected(problems), strict=True):
+        compare(out, residual, want, name=f"{call} seed={call.seed}")
+
+
+@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_sum_to_one(h, dtype):
+    """With value 1 everywhere the output is the sum of the weights."""
+    masks = [{}, {"is_causal": True}, {"window": (90, 17)}]
+    calls = [Call(t=333, h=h, dtype=dtype, scale=s, **m) for m in masks for s in (None, 3.0)]
+    problems = [c.problem() for c in calls]
+    for p in problems:
+        p.value[...] = 1
+    for call, (out, _) in zip(calls, run(calls, problems), strict=True):
+        # weights are rounded to the dtype for the second matmul, their sum is not: half a unit in the last
+        # place, then the rounding of the output
+        assert_close(out, np.ones(out.shape), float(jnp.finfo(dtype).eps), name=str(call))
+
+
+def test_residual_is_the_log_of_the_sum():
+    """Against its definition in float64, without the reference."""
+    call = Call(t=50, s=77, n=2, k=1, h=64)
+    p = call.problem()
+    [(_, residual)] = run([call], [p])
+    q, k = p.query.astype(np.float64), np.repeat(p.key.astype(np.float64), 2, axis=2)
+    scores = np.einsum("btnh,bsnh->btns", q, k) / math.sqrt(64)
+    want = np.log(np.sum(np.exp(scores), axis=-1))
+    assert_close(residual, want, 2e-5, name="residual")
+
+
+def test_residual_does_not_change_the_output():
+    p = random_problem(0, t=200, h=64)
+    both, _ = poisoned(lambda *a: kernel(*a), p.query, p.key, p.value)
+    alone = poisoned(lambda *a: jax_r2p.attention(*a, implementation="r2p"), p.query, p.key, p.value)
+    np.testing.assert_array_equal(np.asarray(both).view(np.uint16), np.asarray(alone).view(np.uint16))

@@ -1,0 +1,64 @@
+"""Every kernel that the package ships is chosen by some call, loads, and computes the right thing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import Call, check
+
+import jax_r2p
+from jax_r2p._manifest import load_manifest
+
+CALLS = [
+    Call(t=300, s=260, n=4, k=2, h=h, dtype=dtype, **mask)
+    for h in (64, 128)
+    for dtype in ("bfloat16", "float16")
+    for mask in ({}, {"is_causal": True}, {"window": (64, 7)})
+]
+
+
+def _explain(call: Call, **keywords):
+    s = call.t if call.s is None else call.s
+    shapes = ((call.b, call.t, call.n, call.h), (call.b, s, call.k, call.h), (call.b, s, call.k, call.h))
+    arrays = [jax.ShapeDtypeStruct(x, jnp.dtype(call.dtype)) for x in shapes]
+    return jax_r2p.explain(*arrays, **call.keywords(), **keywords)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_explain_says_the_kernel_runs(call):
+    answer = _explain(call)
+    assert answer.implementation == "r2p"
+    assert answer.reason is None
+    assert answer.variant is not None
+    assert answer.variant in str(answer)
+
+
+def test_every_shipped_variant_is_used():
+    shipped = {variant.name for variant in load_manifest().variants}
+    assert {_explain(call).variant for call in CALLS} == shipped
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_variant(call):
+    check([call])
+
+
+def test_no_warning_where_the_kernel_runs():
+    """implementation=None takes the kernel here; a fallback would warn, and a warning is an error."""
+    import warnings
+
+    p = CALLS[0].problem()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = jax.jit(jax_r2p.attention).lower(p.query, p.key, p.value).as_text()
+    assert "jax_r2p.attention_forward" in text
+
+
+def test_demanding_the_kernel_for_what_it_cannot_do():
+    x = jnp.ones((1, 8, 2, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match="float32"):
+        jax_r2p.attention(x, x, x, implementation="r2p")
+    x = jnp.ones((1, 8, 2, 192), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="192"):
+        jax_r2p.attention(x, x, x, implementation="r2p")

@@ -1,0 +1,381 @@
+"""The build of the cubins: same sources same bytes, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import io
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import jax_r2p
+from jax_r2p._manifest import FILE_NAME, FOLDER, Manifest, load_manifest, package_file, parse_manifest
+from jax_r2p.aot import __main__ as command_line
+from jax_r2p.aot import checks, elf, output, parameters
+from jax_r2p.aot.compile import BuildError, CompiledVariant, compile_variants
+from jax_r2p.aot.variants import VARIANTS, VariantRow
+from jax_r2p.kernels.config import ForwardConfig
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="needs the kernel compiler: pip install jax_r2p[aot]"
+)
+
+NAME = "fwd_bf16_d64_none"
+"""The variant that compiles fastest."""
+
+
+def installed(name: str) -> CompiledVariant:
+    manifest = load_manifest()
+    (variant,) = [variant for variant in manifest.variants if variant.name == name]
+    cubin = package_file(FOLDER, variant.file).read_bytes()
+    return CompiledVariant(variant=variant, cubin=cubin, toolchain=manifest.toolchain)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def built(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder as a build of every variant leaves it."""
+    folder = tmp_path / "cubins"
+    output.write(folder, [installed(name) for name in VARIANTS], keep_others=False)
+    return folder
+
+
+# The command line ------------------------------------------------------------------------------------------
+
+
+def run(
+    *arguments: object, cwd: pathlib.Path, sources: pathlib.Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the build on its own, with the package in `sources` instead of the one under test if given."""
+    package = pathlib.Path(jax_r2p.__path__[0])
+    path = os.pathsep.join([str(sources or package.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "jax_r2p.aot", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def sources(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the package's sources elsewhere, beside a jax that cannot be imported."""
+    folder = tmp_path / "other sources"
+    package = pathlib.Path(jax_r2p.__path__[0])
+    shutil.copytree(package, folder / "jax_r2p", ignore=shutil.ignore_patterns(FOLDER, "*.so", "__pycache__"))
+    (folder / "jax.py").write_text("raise ImportError('the build must not need jax')\n")
+    return folder
+
+
+@needs_compiler
+def test_same_sources_same_bytes(tmp_path: pathlib.Path, sources: pathlib.Path) -> None:
+    """Neither the place of the sources, of the results and of temporary files nor the environment matters."""
+    scratch = tmp_path / "temporary files"
+    scratch.mkdir()
+    out = tmp_path / "out" / "deep"
+    done = run(
+        *("--out", out, "--only", NAME),
+        cwd=scratch,
+        sources=sources,
+        TMPDIR=str(scratch),
+        PYTHONHASHSEED="1",
+        CUTE_DSL_ARCH="sm_100a",
+        CUTE_DSL_LINEINFO="1",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = installed(NAME)  # Other than that? Then the installed kernels are older than the sources.
+    assert contents(out) == {
+        f"{NAME}.cubin": expected.cubin,
+        FILE_NAME: Manifest(toolchain=expected.toolchain, variants=(expected.variant,)).to_json().encode(),
+    }
+    assert not [path for path in scratch.rglob("*") if path.is_file()], "temporary files are cleaned up"
+
+
+@needs_compiler
+def test_check_and_repair_of_one_variant(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    before = contents(built)
+    cubin = built / f"{NAME}.cubin"
+    cubin.write_bytes(cubin.read_bytes()[:-1] + b"\xff")
+
+    arguments = ("--out", "cubins", "--only", NAME, "--jobs", 2)
+    found = run(*arguments, "--check", cwd=tmp_path)
+    assert found.returncode == 1
+    assert [line.partition(":")[0] for line in found.stderr.splitlines()] == [NAME]
+    assert f"cubins/{NAME}.cubin is not what these sources build" in found.stderr
+
+    repaired = run(*arguments, cwd=tmp_path)
+    assert (repaired.returncode, repaired.stderr) == (0, "")
+    assert repaired.stdout.splitlines()[0].startswith(f"{NAME}: ")
+    assert "wrote 1 of 12 variants to cubins" in repaired.stdout
+    others = {file for file in before if file not in (cubin.name, FILE_NAME)}
+    assert {file: before[file] for file in others} == {file: contents(built)[file] for file in others}
+    rows = {variant.name: variant for variant in parse_manifest((built / FILE_NAME).read_text()).variants}
+    assert list(rows) == sorted(VARIANTS)
+    assert rows[NAME].sha256 == hashlib.sha256(cubin.read_bytes()).hexdigest()
+
+    fine = run(*arguments, "--check", cwd=tmp_path)
+    assert (fine.returncode, fine.stderr) == (0, "")
+
+
+@needs_compiler
+def test_wrong_parameters_fail_the_build(tmp_path: pathlib.Path, sources: pathlib.Path) -> None:
+    listing = sources / "jax_r2p" / "aot" / "parameters.def"
+    listing.write_text(listing.read_text().replace("R2P_PARAMETER(scale, 8)\n", ""))
+    done = run("--out", "out", "--only", NAME, cwd=tmp_path, sources=sources)
+    count = len(parameters.load_parameters())
+    assert done.returncode == 1
+    assert f"{NAME}: parameters.def lists {count - 1} parameters" in done.stderr
+    assert f"the kernel takes {count}\n" in done.stderr
+    assert f"{NAME}: parameter 12 must be window_left of 4 bytes, the kernel takes 8 bytes" in done.stderr
+    assert not (tmp_path / "out").exists(), "nothing is written"
+
+
+def test_unknown_names(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--out", str(tmp_path), "--only", NAME, "fwd_bf16", "nothing"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown variants: fwd_bf16, nothing\n" in error
+    assert all(name in error for name in VARIANTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--out"], ["--out", "x", "--jobs", "0"], ["--out", "x", "--only"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        command_line.main(arguments)
+    assert error.value.code == 2
+    assert "usage: python -m jax_r2p.aot" in capsys.readouterr().err
+
+
+def test_failed_build_writes_nothing(
+    built: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(rows, *, jobs):
+        yield installed(rows[0].name)
+        raise BuildError(f"{rows[1].name}: does not compile")
+
+    (built / f"{NAME}.cubin").write_bytes(b"old")
+    before = contents(built)
+    monkeypatch.setattr(command_line, "compile_variants", fail)
+    assert command_line.main(["--out", str(built)]) == 1
+    assert capsys.readouterr().err == f"{list(VARIANTS)[1]}: does not compile\n"
+    assert contents(built) == before
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="the bar needs rich: pip install jax_r2p[aot]")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with command_line._progress(2) as advance:
+        advance("the first")
+        advance("the second")
+    text = terminal.getvalue()
+    assert "the first\n" in text.replace("\r", "")
+    assert "compiling" in text
+
+
+# The folder ------------------------------------------------------------------------------------------------
+
+
+def test_full_build_drops_what_is_no_longer_built(built: pathlib.Path) -> None:
+    (built / "notes.txt").write_text("not ours")
+    output.write(built, [installed(NAME)], keep_others=False)
+    assert set(contents(built)) == {FILE_NAME, f"{NAME}.cubin", "notes.txt"}
+
+
+def test_interrupted_write_leaves_whole_files(built: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(built)
+
+    def interrupt(self: pathlib.Path, target: pathlib.Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pathlib.Path, "replace", interrupt)
+    changed = dataclasses.replace(installed(NAME), cubin=b"new")
+    with pytest.raises(KeyboardInterrupt):
+        output.write(built, [changed], keep_others=True)
+    assert contents(built) == before
+
+
+def test_one_manifest_describes_one_toolchain(built: pathlib.Path) -> None:
+    before = contents(built)
+    one = installed(NAME)
+    newer = dataclasses.replace(one, toolchain=dataclasses.replace(one.toolchain, ptx="99.9"))
+    with pytest.raises(output.OutputError, match=r"ptx='99\.9'.*: build all variants, without --only"):
+        output.write(built, [newer], keep_others=True)
+    assert contents(built) == before
+    output.write(built, [newer], keep_others=False)
+    assert "99.9" in (built / FILE_NAME).read_text()
+
+
+def test_unreadable_manifest(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (built / FILE_NAME).write_text("{}")
+    for folder in (built, tmp_path / "nowhere"):
+        with pytest.raises(output.OutputError, match=f"cannot read .*{FILE_NAME}"):
+            output.differences(folder, [installed(NAME)], whole=False)
+    with pytest.raises(output.OutputError, match=f"cannot read .*{FILE_NAME}"):
+        output.write(built, [installed(NAME)], keep_others=True)
+
+
+def test_differences(built: pathlib.Path) -> None:
+    everything = [installed(name) for name in VARIANTS]
+    first, second, third = everything[:3]
+    assert output.differences(built, everything, whole=True) == []
+    assert output.differences(built, [first], whole=False) == []
+
+    without_first = output.differences(built, everything[1:], whole=True)
+    assert without_first == [f"{first.variant.name}: in {built / FILE_NAME}, but no variant of these sources"]
+
+    (built / second.variant.file).unlink()
+    moved = dataclasses.replace(third, variant=dataclasses.replace(third.variant, registers=1))
+    changed = output.differences(built, [first, second, moved], whole=False)
+    assert [line.partition(":")[0] for line in changed] == [second.variant.name, third.variant.name]
+    assert "there is no" in changed[0]
+    assert "its facts" in changed[1]
+
+    output.write(built, [first], keep_others=False)
+    assert output.differences(built, [second], whole=False) == [
+        f"{second.variant.name}: not in {built / FILE_NAME}"
+    ]
+
+
+# Rules -----------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_spill_fails_the_build() -> None:
+    """64 rows times 256 keys of scores and as many weights do not fit beside the output of 128 columns."""
+    config = ForwardConfig(
+        dtype="bf16",
+        head_dim=128,
+        mask="none",
+        tile_m=128,
+        tile_n=256,
+        stages=1,
+        producer_registers=24,
+        consumer_registers=240,
+    )
+    message = (
+        r"^fwd_bf16_d128_none: uses \d+ bytes of local memory per thread .*, 0 are declared in variants.py$"
+    )
+    with pytest.raises(BuildError, match=message):
+        list(compile_variants([VariantRow(config)]))
+
+
+def test_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=r"nvidia-cutlass-dsl is not installed: pip install jax_r2p\[aot\]"):
+        list(compile_variants(list(VARIANTS.values())))
+
+
+@needs_compiler
+def test_compiler_error_names_the_variant() -> None:
+    config = dataclasses.replace(VARIANTS[NAME].config)
+    object.__setattr__(config, "dtype", "fp64")
+    with pytest.raises(BuildError, match=r"^fwd_fp64_d64_none: Traceback(?s:.*)KeyError: 'fp64'$"):
+        list(compile_variants([VariantRow(config)]))
+
+
+class Bomb:
+    """Ends the process that receives it."""
+
+    name = NAME
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+@needs_compiler
+def test_death_of_a_compiler_is_reported() -> None:
+    with pytest.raises(BuildError, match=f"one of {NAME}: the compiler's process died"):
+        list(compile_variants([Bomb()], jobs=1))  # type: ignore[list-item]
+
+
+FACTS = elf.KernelFacts(
+    entry=f"r2p_{NAME}_0",
+    arch="sm_90a",
+    parameters=(elf.ParameterSlot(48, 128), elf.ParameterSlot(176, 8), elf.ParameterSlot(184, 4)),
+    threads=(512, 1, 1),
+    registers=128,
+    frame_size=0,
+    static_shared_memory=1024,
+    cuda_version="12.9",
+)
+
+
+def problems(
+    row: VariantRow = VARIANTS[NAME],
+    shared_memory: int | None = None,
+    parameters: tuple[tuple[str, int], ...] = (("query_map", 128), ("scale", 8), ("window_left", 4)),
+    **changes: object,
+) -> list[str]:
+    return checks.check_kernel(
+        row,
+        dataclasses.replace(FACTS, **changes),
+        entry=FACTS.entry,
+        shared_memory=row.config.shared_memory if shared_memory is None else shared_memory,
+        parameters=parameters,
+    )
+
+
+def test_good_kernel_passes() -> None:
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"entry": "kernel"}, "entry symbol must be 'r2p_fwd_bf16_d64_none_0', got 'kernel'"),
+        ({"arch": "sm_100a"}, "target must be sm_90a, got sm_100a"),
+        ({"threads": (384, 1, 1)}, "threads per block must be (512, 1, 1), got (384, 1, 1)"),
+        ({"frame_size": 16}, "uses 16 bytes of local memory per thread"),
+        ({"registers": 129}, "needs 69632 registers, an SM has 65536 for each of 1 blocks"),
+        ({"static_shared_memory": 200000}, "200000 of static shared memory, an SM has 233472 for each of 1"),
+        ({"shared_memory": 91000}, "counts 91136 bytes of dynamic shared memory, the kernel allocates 91000"),
+        ({"parameters": (("query_map", 128), ("scale", 8))}, "lists 2 parameters (query_map, scale), the"),
+        (
+            {"parameters": (("query_map", 128), ("window_left", 4), ("scale", 8))},
+            "parameter 1 must be window_left of 4 bytes, the kernel takes 8 bytes",
+        ),
+    ],
+)
+def test_each_rule(changes: dict[str, object], message: str) -> None:
+    found = problems(**changes)  # type: ignore[arg-type]
+    assert any(message in problem for problem in found), found
+
+
+def test_shared_memory_is_divided_among_blocks() -> None:
+    """The driver takes 1024 bytes of each block's share: two blocks have 115712 and not 116224 bytes each."""
+    row = next(row for row in VARIANTS.values() if row.config.min_blocks == 2)
+    facts = {"threads": (row.config.threads, 1, 1)}
+
+    def budget_problems(shared_memory: int) -> list[str]:
+        return [problem for problem in problems(row, shared_memory, **facts) if "an SM has" in problem]
+
+    assert budget_problems(115712) == []
+    assert len(budget_problems(115713)) == 1
+
+
+def test_declared_spills_must_be_there() -> None:
+    """A declaration that is no longer true must go, or it would hide the next spill."""
+    row = dataclasses.replace(VARIANTS[NAME], declared_spills=16)
+    assert problems(row, frame_size=16) == []
+    assert "uses 0 bytes of local memory" in problems(row, frame_size=0)[0]

@@ -1,0 +1,121 @@
+"""Leading dimensions: the folding arithmetic, and the kernel call as the GPU rule makes it.
+
+The kernel is replaced by `emulate`, which finds keys by the index rule that the kernel implements, so that
+all of the rule but the launch runs here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numerics import assert_close
+
+from jax_r2p import _batching, _dispatch, _ffi, _primitives, reference
+from jax_r2p._spec import AttentionSpec
+
+
+def key_batch(batch: int, repeat: int, inner: int) -> np.ndarray:
+    """The key batch of each query batch, by the kernel's rule."""
+    b = np.arange(batch)
+    return b // (repeat * inner) * inner + b % inner
+
+
+@st.composite
+def batch_dims(draw):
+    query = draw(st.lists(st.integers(1, 3), max_size=5))
+    shared = st.lists(st.booleans(), min_size=len(query), max_size=len(query))
+    key, value = ([1 if one else q for one, q in zip(draw(shared), query, strict=True)] for _ in range(2))
+    return query, key, value
+
+
+@given(batch_dims())
+def test_fold_finds_the_keys_that_broadcasting_would(dims):
+    query, key, value = dims
+    folding = _batching.fold(query, key, value)
+    ids = np.arange(math.prod(folding.kv_dims)).reshape(folding.kv_dims)
+    want = np.broadcast_to(ids, query).reshape(-1)
+    np.testing.assert_array_equal(key_batch(math.prod(query), folding.repeat, folding.inner), want)
+
+
+@given(batch_dims())
+def test_fold_copies_as_little_as_one_run_allows(dims):
+    query, key, value = dims
+    folding = _batching.fold(query, key, value)
+    for own in (key, value):  # each can be broadcast to the dimensions asked for
+        assert np.broadcast_shapes(own, folding.kv_dims) == folding.kv_dims
+    both = [k == v == 1 for k, v in zip(key, value, strict=True)]
+    runs = [query[a:b] for a in range(len(query)) for b in range(a, len(query) + 1) if all(both[a:b])]
+    assert folding.repeat == max(map(math.prod, runs), default=1)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "kv_dims", "repeat", "inner"),
+    [
+        ((), (), (), (), 1, 1),
+        ((4, 2), (4, 2), (4, 2), (4, 2), 1, 1),
+        ((3, 4, 2), (1, 4, 2), (1, 4, 2), (1, 4, 2), 3, 8),
+        ((4, 3, 2), (4, 1, 2), (4, 1, 2), (4, 1, 2), 3, 2),
+        ((4, 2, 3), (4, 2, 1), (4, 2, 1), (4, 2, 1), 3, 1),
+        ((3, 1, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1), 6, 1),  # one run, across the dimension of size 1
+        ((3, 4, 2), (1, 4, 1), (1, 4, 1), (1, 4, 2), 3, 8),  # two runs: the shorter one is written out
+        ((3, 2), (1, 2), (3, 2), (3, 2), 1, 1),  # only the key is shared
+    ],
+)
+def test_fold_examples(query, key, value, kv_dims, repeat, inner):
+    folding = _batching.fold(query, key, value)
+    assert (folding.kv_dims, folding.repeat, folding.inner) == (kv_dims, repeat, inner)
+
+
+def emulate(query, key, value, scale, *, variant, spec, kv_repeat, kv_inner):
+    del variant
+    assert query.ndim == key.ndim == value.ndim == 4
+    assert scale.shape == ()
+    index = key_batch(query.shape[0], kv_repeat, kv_inner)
+    assert key.shape[0] == value.shape[0] == index.max() + 1
+    return reference.attention(query, key[index], value[index], scale, spec=spec)
+
+
+DIMS = {
+    "no-batch": ((), (), (), ()),
+    "batch": ((2,), (2,), (2,), ()),
+    "keys-shared-outside": ((3, 2), (1, 2), (1, 2), ()),
+    "keys-shared-inside": ((3, 2), (3, 1), (3, 1), ()),
+    "only-value-shared": ((3, 2), (3, 2), (1, 2), ()),
+    "two-runs": ((2, 3, 2), (1, 3, 1), (1, 3, 1), ()),
+    "scale-outside": ((3, 2), (1, 2), (1, 2), (3, 1)),
+    "scale-inside": ((3, 2), (3, 1), (3, 2), (1, 2)),
+    "scale-everywhere": ((3, 2), (3, 1), (1, 2), (3, 2)),
+    "scale-of-one": ((1, 2), (1, 2), (1, 2), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("dims", DIMS.values(), ids=DIMS.keys())
+def test_kernel_call(dims, monkeypatch):
+    monkeypatch.setattr(_ffi, "attention_forward", emulate)
+    query_dims, key_dims, value_dims, scale_dims = dims
+    rng = np.random.default_rng(0)
+    query, key, value, scale = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in (
+            (*query_dims, 5, 4, 8),
+            (*key_dims, 6, 2, 8),
+            (*value_dims, 6, 2, 8),
+            scale_dims,
+        )
+    )
+    spec = AttentionSpec(left=3, right=1)
+    variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
+    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec)
+    out, lse = jax.jit(call)(query, key, value, scale)
+
+    key, value = (jnp.broadcast_to(x, (*query_dims, 6, 2, 8)) for x in (key, value))
+    want_out, want_lse = reference.attention(query, key, value, scale, spec=spec)
+    assert_close(out, want_out, 1e-6, name="out")
+    assert_close(lse, want_lse, 1e-6, name="lse")

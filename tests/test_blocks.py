@@ -1,0 +1,174 @@
+"""The arithmetic of visited and masked key blocks, with plain integers against the definition of the mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, SupportsIndex
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jax_r2p._spec import UNBOUNDED
+from jax_r2p.kernels import blocks
+
+LONGEST_KEYS = UNBOUNDED
+LONGEST_QUERY = 65535 * 192
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    query_length: int
+    key_length: int
+    left: int | None
+    right: int | None
+
+    def keys_of(self, row: int) -> range:
+        """The keys that `row` sees, by the definition."""
+        center = row + self.key_length - self.query_length
+        start = 0 if self.left is None else max(0, center - self.left)
+        stop = self.key_length if self.right is None else min(self.key_length, center + self.right + 1)
+        return range(start, max(start, stop))
+
+    def block_range(self, first_row: int, tile_m: int, tile_n: int) -> blocks.BlockRange:
+        return blocks.block_range(first_row, tile_m=tile_m, tile_n=tile_n, **dataclasses.asdict(self))
+
+
+def bounds(largest: int) -> st.SearchStrategy[int | None]:
+    # What a launch can pass: none at all (the kernel was compiled without), any number, or "unbounded".
+    return st.one_of(st.none(), st.integers(0, largest), st.just(UNBOUNDED))
+
+
+def problems(largest: int) -> st.SearchStrategy[Problem]:
+    lengths = st.integers(1, largest)
+    return st.builds(Problem, lengths, lengths, left=bounds(largest), right=bounds(largest))
+
+
+# Small tiles cross every kind of edge at small lengths. 64 and 176 are what the kernels have.
+tiles = st.sampled_from([(4, 4), (4, 12), (12, 4), (64, 64), (128, 176)])
+
+
+@given(problems(largest=300), tiles)
+@example(Problem(query_length=200, key_length=72, left=None, right=0), (64, 64))
+@example(Problem(query_length=5, key_length=300, left=0, right=0), (4, 4))
+@example(Problem(query_length=300, key_length=5, left=1, right=0), (12, 4))
+def test_visited_blocks_hold_every_visible_key(problem: Problem, tile: tuple[int, int]) -> None:
+    tile_m, tile_n = tile
+    for first_row in range(0, problem.query_length, tile_m):
+        visited = problem.block_range(first_row, tile_m, tile_n)
+        rows = range(first_row, min(first_row + tile_m, problem.query_length))
+        needed = {key // tile_n for row in rows for keys in [problem.keys_of(row)] for key in keys}
+        # A block in the middle may hold nothing, where rows far from each other see keys far from each other.
+        if needed:
+            assert (visited.start, visited.stop) == (min(needed), max(needed) + 1)
+        else:
+            assert visited.stop == visited.start + 1, "one block, to be masked whole"
+        assert visited.start >= 0
+        assert visited.stop <= -(-problem.key_length // tile_n)
+
+
+@given(problems(largest=300), tiles)
+@example(Problem(query_length=128, key_length=128, left=None, right=0), (64, 64))
+@example(Problem(query_length=65, key_length=300, left=64, right=0), (64, 64))
+def test_unmasked_blocks_are_visible_whole(problem: Problem, tile: tuple[int, int]) -> None:
+    tile_m, tile_n = tile
+    for first_row in range(0, problem.query_length, tile_m):
+        visited = problem.block_range(first_row, tile_m, tile_n)
+        assert visited.start <= visited.left_masked
+        assert visited.start <= visited.right_masked <= visited.stop - 1
+        rows = range(first_row, min(first_row + tile_m, problem.query_length))
+        # The first block visited, stop - 1, takes every mask.
+        for block in range(visited.start, visited.stop - 1):
+            keys = range(block * tile_n, (block + 1) * tile_n)
+            right_crossed = any(keys[-1] > problem.keys_of(row).stop - 1 for row in rows)
+            left_crossed = any(keys[0] < problem.keys_of(row).start for row in rows)
+            if block < visited.right_masked:
+                assert not right_crossed
+            if block >= visited.left_masked:
+                assert not left_crossed
+
+
+@given(problems(largest=300), tiles)
+def test_masked_blocks_are_crossed_by_the_bound(problem: Problem, tile: tuple[int, int]) -> None:
+    """No block pays for a mask that hides nothing there."""
+    tile_m, tile_n = tile
+    center = problem.key_length - problem.query_length
+    for first_row in range(0, problem.query_length, tile_m):
+        visited = problem.block_range(first_row, tile_m, tile_n)
+        last_row = min(first_row + tile_m, problem.query_length) - 1
+        for block in range(visited.start, visited.stop - 1):
+            if block >= visited.right_masked:
+                assert problem.right is not None
+                assert first_row + center + problem.right < (block + 1) * tile_n - 1
+            if block < visited.left_masked:
+                assert problem.left is not None
+                assert last_row + center - problem.left > block * tile_n
+
+
+@given(problems(largest=300))
+def test_limits_of_a_row(problem: Problem) -> None:
+    lengths = {"query_length": problem.query_length, "key_length": problem.key_length}
+    for row in range(problem.query_length):
+        stop = blocks.right_limit(row, right=problem.right, **lengths)
+        start = 0 if problem.left is None else blocks.left_limit(row, left=problem.left, **lengths)
+        visible = [key for key in range(problem.key_length) if start <= key < stop]
+        assert visible == list(problem.keys_of(row))
+
+
+class Int32(int):
+    """A plain integer whose arithmetic fails where a 32-bit register would wrap around."""
+
+    def __new__(cls, value: SupportsIndex) -> Int32:
+        if not -(2**31) <= int(value) < 2**31:
+            raise OverflowError(f"{int(value)} needs more than 32 bits")
+        return super().__new__(cls, value)
+
+
+def _checked(name: str) -> Any:
+    plain = getattr(int, name)
+    return lambda self, other: Int32(plain(int(self), int(other)))
+
+
+for _name in ("add", "sub", "mul", "floordiv"):
+    for _prefix in ("__", "__r"):
+        setattr(Int32, f"{_prefix}{_name}__", _checked(f"{_prefix}{_name}__"))
+
+
+def test_checked_integers_notice_an_overflow() -> None:
+    with pytest.raises(OverflowError, match="2147483648 needs"):
+        Int32(2**31 - 1) + 1
+    with pytest.raises(OverflowError, match="-2147483649 needs"):
+        1 - Int32(2**31 - 1) - Int32(3)
+
+
+@st.composite
+def launched_problems(draw: st.DrawFn) -> Problem:
+    """What the launcher lets through: window ends reach at most all keys or rows, a grid has 65535 tiles."""
+    query_length = draw(st.integers(1, LONGEST_QUERY))
+    key_length = draw(st.integers(1, LONGEST_KEYS))
+    left = draw(st.one_of(st.none(), st.integers(0, key_length), st.just(key_length)))
+    right = draw(st.one_of(st.none(), st.integers(0, query_length), st.just(query_length)))
+    return Problem(query_length, key_length, left, right)
+
+
+@settings(max_examples=400)
+@given(launched_problems(), tiles, st.data())
+@example(Problem(LONGEST_QUERY, LONGEST_KEYS, LONGEST_KEYS, LONGEST_QUERY), (128, 176), None)
+@example(Problem(LONGEST_QUERY, 1, 1, LONGEST_QUERY), (128, 176), None)
+@example(Problem(1, LONGEST_KEYS, LONGEST_KEYS, 1), (128, 176), None)
+def test_no_32_bit_overflow(problem: Problem, tile: tuple[int, int], data: st.DataObject | None) -> None:
+    tile_m, tile_n = tile
+    wide = dataclasses.asdict(problem)
+    narrow = {name: value if value is None else Int32(value) for name, value in wide.items()}
+    last_tile = (problem.query_length - 1) // tile_m
+    chosen = {0, last_tile} if data is None else {data.draw(st.integers(0, last_tile))}
+    for first_row in (index * tile_m for index in sorted(chosen)):
+        tile_sizes = {"tile_m": tile_m, "tile_n": tile_n}
+        expected = blocks.block_range(first_row, **tile_sizes, **wide)
+        assert blocks.block_range(Int32(first_row), **tile_sizes, **narrow) == expected
+        # The kernel takes the limits of every row of a tile, those past the end too.
+        for row in (first_row, first_row + tile_m - 1):
+            lengths = {name: narrow[name] for name in ("query_length", "key_length")}
+            blocks.right_limit(Int32(row), right=narrow["right"], **lengths)
+            if problem.left is not None:
+                blocks.left_limit(Int32(row), left=narrow["left"], **lengths)

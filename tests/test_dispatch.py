@@ -1,0 +1,225 @@
+"""Which kernel a call gets, or which reason: a pure function, and `explain`, which asks it."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_r2p
+from jax_r2p import _dispatch
+from jax_r2p._dispatch import HOPPER, choose
+from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p._spec import UNBOUNDED, AttentionSpec
+
+NONE, CAUSAL, WINDOW = AttentionSpec(), AttentionSpec(right=0), AttentionSpec(left=3, right=0)
+
+
+def chosen(
+    spec=NONE, *, t=64, s=64, n=4, k=2, h=64, batch=(2,), dtype="bfloat16", capability=HOPPER, **keywords
+):
+    query, key = (*batch, t, n, h), (*batch, s, k, h)
+    choice = choose(spec, query, key, key, jnp.dtype(dtype), capability, **keywords)
+    return choice.name if isinstance(choice, Variant) else choice
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize(("h", "width"), [(8, 64), (40, 64), (64, 64), (72, 128), (120, 128), (128, 128)])
+@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_the_narrowest_kernel_that_fits(dtype, short, h, width, mask):
+    spec = {"none": NONE, "causal": CAUSAL, "window": WINDOW}[mask]
+    assert chosen(spec, h=h, dtype=dtype) == f"fwd_{short}_d{width}_{mask}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths", "mask"),
+    [
+        (CAUSAL, (1, 64), "none"),  # decoding
+        (CAUSAL, (2, 64), "causal"),
+        (WINDOW, (64, 4), "causal"),  # no query has more than three keys before its own
+        (WINDOW, (64, 5), "window"),
+        (AttentionSpec(left=63, right=63), (64, 64), "none"),
+        (AttentionSpec(left=62, right=63), (64, 64), "window"),
+    ],
+)
+def test_bounds_that_hide_nothing_cost_nothing(spec, lengths, mask):
+    t, s = lengths
+    assert chosen(spec, t=t, s=s) == f"fwd_bf16_d64_{mask}"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"dtype": "float32"}, "no kernel takes dtype float32; bfloat16 and float16 have one"),
+        ({"dtype": "float64"}, "no kernel takes dtype float64; bfloat16 and float16 have one"),
+        ({"h": 12}, "no kernel takes head_dim=12; multiples of 8 up to 128 have one"),
+        ({"h": 136}, "no kernel takes head_dim=136; multiples of 8 up to 128 have one"),
+        ({"h": 256}, "no kernel takes head_dim=256; multiples of 8 up to 128 have one"),
+        ({"t": UNBOUNDED + 1}, f"no kernel takes T = {UNBOUNDED + 1}; at most {UNBOUNDED} has one"),
+        ({"s": UNBOUNDED + 1}, f"no kernel takes S = {UNBOUNDED + 1}; at most {UNBOUNDED} has one"),
+        (
+            {"batch": (1 << 15, 1 << 14), "n": 4},
+            f"no kernel takes batch size times N = {1 << 31}; at most {UNBOUNDED} has one",
+        ),
+    ],
+)
+def test_calls_without_a_kernel(keywords, reason):
+    assert chosen(**keywords) == reason
+
+
+@pytest.mark.parametrize(
+    "capability", [(7, 0), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)], ids="{0[0]}.{0[1]}".format
+)
+def test_kernels_run_on_hopper_only(capability):
+    """Code for sm_90a is no portable code. github.com/jax-ml/jax/issues/29148"""
+    major, minor = capability
+    assert chosen(capability=capability) == (
+        f"no kernel for compute capability {major}.{minor}; 9.0 (Hopper) has one"
+    )
+
+
+def test_symbolic_sizes_have_no_kernel():
+    (b,) = jax.export.symbolic_shape("b")
+    assert chosen(batch=(b,)) == (
+        "no kernel takes symbolic dimensions, got query (b, 64, 4, 64) and key (b, 64, 2, 64)"
+    )
+
+
+def test_partial_build():
+    """`python -m jax_r2p.aot --only ...` leaves others out."""
+    variants = [v for v in load_manifest().variants if v.mask == "causal"]
+    assert chosen(CAUSAL, variants=variants) == "fwd_bf16_d64_causal"
+    assert chosen(NONE, variants=variants) == (
+        "this build has no kernel for sm_90a, bfloat16, mask 'none', head_dim=64"
+    )
+    assert chosen(variants=[]).startswith("no kernel takes head_dim=64")
+
+
+@pytest.mark.parametrize(
+    ("present", "used"),
+    [
+        ([], HOPPER),  # lowering for another machine
+        ([(9, 0)], HOPPER),
+        ([(8, 0)], (8, 0)),
+        ([(9, 0), (10, 0)], (10, 0)),  # the program may be run on either
+        ([(12, 0), (8, 9)], (8, 9)),
+    ],
+    ids=str,
+)
+def test_capability_to_lower_for(monkeypatch, present, used):
+    monkeypatch.setattr(_dispatch, "cuda_capabilities", lambda: frozenset(present))
+    assert _dispatch.lowering_capability() == used
+
+
+def test_capabilities_are_those_of_the_devices(monkeypatch):
+    class Device:
+        def __init__(self, compute_capability):
+            self.compute_capability = compute_capability
+
+    asked = []
+
+    def local_devices(*, backend):
+        asked.append(backend)
+        return [Device("9.0"), Device("9.0"), Device("12.0")]
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    assert _dispatch.cuda_capabilities() == {(9, 0), (12, 0)}
+    assert asked == ["cuda"]
+
+
+def test_warns_once_for_each_reason():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for reason in ("reason one", "reason two", "reason one"):
+            _dispatch.warn_fallback(reason)
+    assert [str(w.message).split(": ")[1].split(".")[0] for w in caught] == ["reason one", "reason two"]
+    assert {w.category for w in caught} == {jax_r2p.FallbackWarning}
+
+
+def test_warning_that_is_an_error_stays_one():
+    """The first raise must not count as given."""
+    for _ in range(2):
+        with pytest.raises(jax_r2p.FallbackWarning, match="runs as plain XLA: a reason"):
+            _dispatch.warn_fallback("a reason")
+
+
+# explain
+
+
+def explain(h=64, dtype="bfloat16", b=2, **keywords):
+    query, key = (jax.ShapeDtypeStruct((b, 64, n, h), jnp.dtype(dtype)) for n in (4, 2))
+    return jax_r2p.explain(query, key, key, **keywords)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes this process look as if it had CUDA GPUs of these capabilities."""
+
+    def pretend(*capabilities):
+        monkeypatch.setattr(_dispatch, "cuda_capabilities", lambda: frozenset(capabilities))
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    return pretend
+
+
+def test_explain_on_hopper(gpu):
+    gpu((9, 0))
+    explanation = explain(is_causal=True, return_residual=True)
+    assert explanation == jax_r2p.Explanation("r2p", "fwd_bf16_d64_causal", None)
+    assert str(explanation) == "Runs kernel fwd_bf16_d64_causal."
+    assert explain(implementation="r2p").implementation == "r2p"
+    assert explain(local_window_size=7, h=128, dtype="float16").variant == "fwd_fp16_d128_window"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids="{0[0]}.{0[1]}".format)
+def test_explain_on_other_gpus(gpu, capability):
+    gpu(capability)
+    reason = f"no kernel for compute capability {capability[0]}.{capability[1]}; 9.0 (Hopper) has one"
+    assert explain() == jax_r2p.Explanation("xla", "fwd_bf16_d64_none", reason)
+    assert explain(implementation="r2p") == jax_r2p.Explanation(None, "fwd_bf16_d64_none", reason)
+
+
+def test_explain_on_cpu():
+    explanation = explain()
+    reason = "the kernels run on NVIDIA Hopper GPUs, and this is for platform cpu"
+    assert explanation == jax_r2p.Explanation("xla", "fwd_bf16_d64_none", reason)
+    assert str(explanation) == (
+        f"Runs as plain XLA: {reason}. A Hopper GPU can run kernel fwd_bf16_d64_none."
+    )
+    assert str(explain(implementation="r2p")).startswith(f"Raises NotImplementedError: {reason}.")
+
+
+def test_explain_on_a_gpu_that_is_not_cuda(gpu):
+    gpu()
+    assert explain().reason == "the kernels run on NVIDIA Hopper GPUs, and this is for platform gpu"
+
+
+def test_explain_says_what_is_wrong_with_the_call_first():
+    """No GPU would help, so the missing one is not the reason."""
+    explanation = explain(dtype="float32")
+    assert explanation == jax_r2p.Explanation(
+        "xla", None, "no kernel takes dtype float32; bfloat16 and float16 have one"
+    )
+    assert str(explanation) == f"Runs as plain XLA: {explanation.reason}."
+
+
+def test_explain_the_reference(gpu):
+    gpu((9, 0))
+    assert explain(implementation="xla") == jax_r2p.Explanation(
+        "xla", "fwd_bf16_d64_none", "implementation='xla' was asked for"
+    )
+
+
+def test_explain_nothing_to_do(gpu):
+    gpu((9, 0))
+    assert explain(b=0) == jax_r2p.Explanation("xla", None, "there is nothing to compute")
+
+
+def test_explain_takes_arrays_and_computes_nothing():
+    query = jnp.zeros((64, 4, 64), jnp.bfloat16)
+    assert jax_r2p.explain(query, query, query).variant == "fwd_bf16_d64_none"
+    seen = []
+    jax.eval_shape(lambda x: seen.append(jax_r2p.explain(x, x, x, is_causal=True)), query)
+    assert seen[0].variant == "fwd_bf16_d64_causal"

@@ -1,0 +1,166 @@
+"""The FFI handlers, run on call frames made by hand. No GPU: see launch_stub.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import pytest
+from launch_stub import Call, LibraryError, StubProcess, make_call
+
+from jax_r2p._manifest import load_manifest
+
+VARIANTS = {variant.name: variant for variant in load_manifest().variants}
+VARIANT = VARIANTS["fwd_bf16_d64_window"]
+CALL = make_call(
+    VARIANT, (6, 300, 4, 40), (2, 500, 2, 40), window_left=9, window_right=2, kv_repeat=3, kv_inner=2
+)
+COMMAND_BUFFER_COMPATIBLE = 1
+
+
+@pytest.fixture
+def process():
+    with StubProcess(ffi_headers=jax.ffi.include_dir()) as process:
+        for variant in VARIANTS.values():
+            process.add(variant)
+        yield process
+
+
+def without_handles(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Driver calls without what differs between two loads and two encodings of the same."""
+    handles = {"function", "number", "parameters"}
+    return [{field: call[field] for field in call.keys() - handles} for call in log]
+
+
+def test_initialize_loads_and_execute_launches(process: StubProcess):
+    loading = [call["call"] for call in process.initialize(CALL)]
+    assert "cuKernelGetFunction" in loading
+    assert "cuLaunchKernelEx" not in loading
+    launching = [call["call"] for call in process.execute(CALL)]
+    assert "cuKernelGetFunction" not in launching
+    assert launching.count("cuLaunchKernelEx") == 1
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_execute_is_the_launch_of_the_c_interface(process: StubProcess, name: str):
+    """Every buffer and attribute arrives where the same field of R2pLaunch does."""
+    call = dataclasses.replace(CALL, variant=name)
+    for array in ("query", "key", "value", "out"):
+        call = call.change(array, dtype=VARIANTS[name].dtype)
+    process.load(name, call.stream)
+    by_frame, by_struct = process.execute(call), process.launch(call)
+    assert without_handles(by_frame) == without_handles(by_struct)
+    parameters = [
+        next(row["parameters"] for row in log if row["call"] == "cuLaunchKernelEx")
+        for log in (by_frame, by_struct)
+    ]
+    same_but_maps = [
+        [value for value in values if len(value) != 2 * 128]  # a map's bytes are the number of its encoding
+        for values in parameters
+    ]
+    assert same_but_maps[0] == same_but_maps[1]
+
+
+def test_execute_alone_loads(process: StubProcess):
+    """An executable may come to a device whose `initialize` was for another context."""
+    assert {"cuLibraryLoadData", "cuLaunchKernelEx"} <= {call["call"] for call in process.execute(CALL)}
+
+
+@pytest.mark.parametrize(("stage", "traits"), [("initialize", 0), ("execute", COMMAND_BUFFER_COMPATIBLE)])
+def test_metadata(process: StubProcess, stage: str, traits: int):
+    """What XLA reads at registration: a version that every jaxlib takes, and leave to capture it."""
+    assert process.metadata(stage) == {"major": 0, "minor": 1, "traits": traits}
+
+
+ERRORS: dict[str, tuple[Call, dict[str, Any], str]] = {
+    "launcher": (CALL.change("query", dtype="fp16"), {}, "INVALID_ARGUMENT: query: expected dtype bfloat16"),
+    "rank": (CALL.change("lse", shape=(6, 4)), {}, "INVALID_ARGUMENT: lse: expected rank 3; got rank 2"),
+    "unknown-variant": (
+        CALL,
+        {"attributes": {"variant": ["string", "fwd_fp8"]}},
+        "NOT_FOUND: variant: expected one of 'fwd_bf16_d128_causal', .*; got 'fwd_fp8'",
+    ),
+    "int64-window": (
+        CALL,
+        {"attributes": {"window_left": ["int64", 5]}},
+        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 8[\s\S]*expected S32 but got S64",
+    ),
+    "int32-repeat": (
+        CALL,
+        {"attributes": {"kv_repeat": ["int32", 3]}},
+        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 10[\s\S]*expected S64 but got S32",
+    ),
+    "missing-attribute": (
+        CALL,
+        {"attributes": {"kv_inner": None}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 4",
+    ),
+    "unknown-attribute": (
+        CALL,
+        {"attributes": {"causal": ["int32", 1]}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 6",
+    ),
+    "missing-argument": (CALL, {"arguments": 3}, "INVALID_ARGUMENT: Wrong number of arguments: expected 4"),
+    "no-stream": (
+        CALL,
+        {"stream_fails": True},
+        r"INVALID_ARGUMENT: [\s\S]*Failed to get platform stream: no stream here",
+    ),
+    "stage": (CALL, {"handler_stage": "initialize"}, "INVALID_ARGUMENT: Wrong execution stage"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_execute_errors(process: StubProcess, case: str):
+    call, changes, message = ERRORS[case]
+    with pytest.raises(LibraryError) as caught:
+        process.execute(call, **changes)
+    assert re.match(message, str(caught.value)), caught.value
+    assert process.counters()["launches"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attributes": {"variant": None}},
+            r"INVALID_ARGUMENT: variant: expected a string attribute; [\s\S]*variant",
+        ),
+        (
+            {"attributes": {"variant": ["int32", 1]}},
+            r"INVALID_ARGUMENT: variant: expected a string attribute; [\s\S]*Wrong attribute type",
+        ),
+        ({"attributes": {"variant": ["string", "x"]}}, r"NOT_FOUND: variant: expected one of .*; got 'x'"),
+        ({"stream_fails": True}, r"INVALID_ARGUMENT: [\s\S]*no stream here"),
+    ],
+)
+def test_initialize_errors(process: StubProcess, changes: dict[str, Any], message: str):
+    with pytest.raises(LibraryError) as caught:
+        process.initialize(CALL, **changes)
+    assert re.match(message, str(caught.value)), caught.value
+    assert process.counters()["loads"] == 0
+
+
+def test_driver_failures_are_internal_errors(process: StubProcess):
+    process.fail("cuLibraryLoadData", 209, 1)
+    with pytest.raises(LibraryError, match=r"INTERNAL: cuLibraryLoadData failed for .*NO_BINARY_FOR_GPU"):
+        process.initialize(CALL)
+    process.fail("cuLaunchKernelEx", 209, 1)
+    with pytest.raises(LibraryError, match=r"INTERNAL: cuLaunchKernelEx failed for .*NO_BINARY_FOR_GPU"):
+        process.execute(CALL)
+
+
+def test_broken_variants_are_failed_preconditions(process: StubProcess):
+    process.add_broken_variant("fwd_broken", "fwd_broken.cubin is altered")
+    for stage in (process.initialize, process.execute):
+        with pytest.raises(LibraryError, match=r"^FAILED_PRECONDITION: fwd_broken.cubin is altered$"):
+            stage(dataclasses.replace(CALL, variant="fwd_broken"))
+
+
+def test_initialize_does_not_look_at_the_other_arguments(process: StubProcess):
+    """XLA may call it before buffers have addresses."""
+    empty = CALL.change("query", data=0).change("key", data=0).change("lse", data=0)
+    process.initialize(empty)
+    assert process.counters() == {"loads": 1, "launches": 0}

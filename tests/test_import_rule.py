@@ -1,0 +1,126 @@
+"""Who imports whom: the run time knows no compiler, and a module knows only what stands to its right."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jax_r2p
+
+PACKAGE = pathlib.Path(jax_r2p.__file__).parent
+
+# From what callers use to what everything uses. `__init__` imports nothing, and loads modules by name on
+# demand.
+ORDER = [
+    "__init__",
+    "_attention",
+    "_arguments",
+    "_primitives",
+    "_batching",
+    "_dispatch",
+    "_ffi",
+    "_manifest",
+    "reference",
+    "_spec",
+]
+BUILD_TIME = {"aot", "kernels"}
+COMPILER = {"cutlass", "cuda", "tvm", "torch", "triton"}
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Every module that a file imports anywhere: "jax_r2p._spec" for `from jax_r2p import _spec`, too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def own(names: set[str]) -> set[str]:
+    """The modules of the package among `names`."""
+    return {name.split(".")[1] for name in names if name.startswith("jax_r2p.")}
+
+
+def test_every_module_has_its_place():
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert (files | folders) - {"__pycache__", "cubins"} == {*ORDER, *BUILD_TIME}
+
+
+@pytest.mark.parametrize("module", ORDER[1:])
+def test_a_module_imports_only_to_its_right(module):
+    right = ORDER[ORDER.index(module) + 1 :]
+    assert own(imports(PACKAGE / f"{module}.py")) & {*ORDER, *BUILD_TIME} <= set(right)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_run_time_knows_no_compiler(module):
+    names = imports(PACKAGE / f"{module}.py")
+    assert {name.split(".")[0] for name in names} & COMPILER == set()
+    assert own(names) & BUILD_TIME == set()
+
+
+def test_what_both_sides_share_needs_no_jax():
+    for module in ("_manifest", "_spec"):
+        names = {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
+        assert names & {"jax", "jaxlib", "numpy"} == set()
+
+
+@pytest.mark.parametrize("folder", sorted(BUILD_TIME))
+def test_build_time_uses_only_what_is_shared(folder):
+    allowed = {"aot": {"aot", "kernels", "_manifest", "_spec"}, "kernels": {"kernels", "_spec"}}[folder]
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert own(imports(path)) <= allowed, path
+
+
+def python(code: str) -> str:
+    """Runs code in a fresh interpreter and returns what it prints."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True, timeout=120
+    ).stdout.strip()
+
+
+def test_import_alone_loads_neither_jax_nor_a_compiler():
+    heavy = sorted({"jax", "jaxlib", "numpy", *COMPILER})
+    code = f"import sys, jax_r2p; print([name for name in {heavy} if name in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_using_it_loads_no_compiler():
+    """And needs none: the compiler cannot be imported here."""
+    code = f"""
+import sys
+for name in {sorted(COMPILER)}:
+    sys.modules[name] = None
+import jax, jax.numpy as jnp, jax_r2p
+x = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
+f = jax.jit(lambda x: jax_r2p.attention(x, x, x, is_causal=True, implementation="r2p"))
+assert jax.eval_shape(f, x).shape == x.shape
+assert "jax_r2p.attention_forward.v1" in f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+assert jax_r2p.attention(*[jnp.ones((2, 8, 2, 64))] * 3, implementation="xla").shape == (2, 8, 2, 64)
+print([name for name in sys.modules if name.startswith(("jax_r2p.aot", "jax_r2p.kernels"))])
+"""
+    assert python(code) == "[]"
+
+
+def test_public_names():
+    assert set(jax_r2p.__all__) == {
+        "Explanation",
+        "FallbackWarning",
+        "__version__",
+        "attention",
+        "explain",
+        "reference",
+    }
+    assert set(jax_r2p.__all__) <= set(dir(jax_r2p))
+    for name in jax_r2p.__all__:
+        assert getattr(jax_r2p, name) is getattr(jax_r2p, name)
+    with pytest.raises(AttributeError, match="module 'jax_r2p' has no attribute 'flash'"):
+        jax_r2p.flash  # noqa: B018

@@ -1,0 +1,233 @@
+"""A package whose files are missing, altered or of another version: errors name the file and the remedy."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import re
+import threading
+import time
+
+import jax
+import pytest
+
+from jax_r2p import _ffi, _manifest
+from jax_r2p._manifest import FILE_NAME, FOLDER, InstallationError, Manifest, load_manifest, parse_manifest
+
+REMEDY = r"Reinstall jax_r2p, or rebuild with `python -m jax_r2p\.aot --out .*cubins"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the installed package's built files, with one kernel, to be damaged."""
+    variant = load_manifest().variants[0]
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / variant.file).write_bytes(_manifest.package_file(FOLDER, variant.file).read_bytes())
+    manifest = Manifest(toolchain=load_manifest().toolchain, variants=(variant,))
+    (tmp_path / FOLDER / FILE_NAME).write_text(manifest.to_json())
+    for module in (_manifest, _ffi):
+        monkeypatch.setattr(module, "package_file", tmp_path.joinpath)
+    load_manifest.cache_clear()
+    yield tmp_path
+    load_manifest.cache_clear()
+
+
+def damage(package, **changes):
+    """Writes the manifest with fields of its only kernel changed; None drops one."""
+    path = package / FOLDER / FILE_NAME
+    document = json.loads(path.read_text())
+    for name, value in changes.items():
+        document["variants"][0][name] = value
+        if value is None:
+            del document["variants"][0][name]
+    path.write_text(json.dumps(document))
+
+
+def test_manifest_is_read_back(package):
+    (variant,) = load_manifest().variants
+    assert parse_manifest(load_manifest().to_json()) == load_manifest()
+    assert _ffi.read_cubin(variant)[:4] == b"\x7fELF"
+
+
+def test_missing_manifest(package):
+    (package / FOLDER / FILE_NAME).unlink()
+    with pytest.raises(InstallationError, match=rf"manifest\.json is missing\. {REMEDY}`"):
+        load_manifest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threads": None}, "Variant must be an object with the fields .*'threads'.*, got "),
+        ({"cluster": 1}, "Variant must be an object with the fields .*, got .*'cluster'"),
+        ({"threads": "384"}, "Variant.threads must be of type int, got '384'"),
+        ({"threads": 384.0}, "Variant.threads must be of type int, got 384.0"),
+        ({"file": 3}, "Variant.file must be of type str, got 3"),
+        (
+            {"parameters": [{"name": "lse", "size": 8}]},
+            "Parameter must be an object with the fields .*'offset'",
+        ),
+        ({"parameters": [7]}, "Parameter must be an object with the fields .*, got int"),
+    ],
+)
+def test_wrong_fields(package, changes, message):
+    damage(package, **changes)
+    with pytest.raises(InstallationError, match=rf"manifest\.json cannot be read: {message}.*{REMEDY}"):
+        load_manifest()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "manifest must be an object .*, got list"),
+        ('{"format": 1}', "manifest must be an object with the fields .*'variants'.*, got "),
+        ('{"format": 2, "toolchain": {}, "variants": []}', "format must be 1, got 2"),
+    ],
+)
+def test_no_manifest_at_all(package, text, message):
+    (package / FOLDER / FILE_NAME).write_text(text)
+    with pytest.raises(InstallationError, match=f"cannot be read: {message}"):
+        load_manifest()
+
+
+def test_names_are_unique_and_sorted():
+    first, second, *_ = load_manifest().variants
+    for variants in ((second, first), (first, first)):
+        with pytest.raises(ValueError, match="sorted by name and each name used once"):
+            dataclasses.replace(load_manifest(), variants=variants)
+
+
+def test_missing_cubin(package):
+    (variant,) = load_manifest().variants
+    (package / FOLDER / variant.file).unlink()
+    with pytest.raises(
+        InstallationError, match=rf"{variant.file} is missing\. {REMEDY} --only {variant.name}`"
+    ):
+        _ffi.read_cubin(variant)
+
+
+def test_altered_cubin(package):
+    (variant,) = load_manifest().variants
+    (package / FOLDER / variant.file).write_bytes(b"other bytes")
+    found = hashlib.sha256(b"other bytes").hexdigest()
+    message = rf"{variant.file} is altered: expected sha256 {variant.sha256}, found {found}\. {REMEDY}"
+    with pytest.raises(InstallationError, match=rf"{message} --only {variant.name}`"):
+        _ffi.read_cubin(variant)
+
+
+def test_missing_library(package):
+    with pytest.raises(InstallationError, match=r"libjax_r2p\.so cannot be loaded: .*\. Reinstall jax_r2p"):
+        _ffi._load_library()
+
+
+@pytest.mark.parametrize("version", ["0.7.2", "0.8.0", "0.10.2", "0.12.0.1", "1.0", "0.11.0.dev20260101"])
+def test_jaxlib_that_will_do(version):
+    _ffi._check_jaxlib(version)
+
+
+@pytest.mark.parametrize("version", ["0.7.1", "0.6.2", "0.4.38"])
+def test_jaxlib_that_is_too_old(version):
+    with pytest.raises(
+        InstallationError, match=rf"needs jaxlib 0\.7\.2 or later, found {re.escape(version)}"
+    ):
+        _ffi._check_jaxlib(version)
+
+
+class Recorder:
+    """Stands for the library: keeps what it is told, and answers with `code`."""
+
+    def __init__(self, code=0):
+        self.code = code
+        self.good, self.broken = [], []
+
+    def __getitem__(self, symbol):
+        return symbol
+
+    def r2p_add_variant(self, variant, error, size):
+        self.good.append(variant)
+        error.value = b"what is wrong"
+        return self.code
+
+    def r2p_add_broken_variant(self, name, message, error, size):
+        self.broken.append((name.decode(), message.decode()))
+        return self.code
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Collects what is registered with XLA."""
+    targets = []
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **k: targets.append((a, k)))
+    monkeypatch.setattr(jax.ffi, "pycapsule", lambda symbol: symbol)
+    _ffi._register_once.cache_clear()
+    yield targets
+    _ffi._register_once.cache_clear()
+
+
+def test_registers_once_from_many_threads(registered, monkeypatch):
+    libraries = []
+
+    def load():
+        time.sleep(0.05)  # long enough for all threads to be waiting
+        libraries.append(Recorder())
+        return libraries[-1]
+
+    monkeypatch.setattr(_ffi, "_load_library", load)
+    threads = [threading.Thread(target=_ffi.register) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (library,) = libraries
+    assert [v.name.decode() for v in library.good] == [v.name for v in load_manifest().variants]
+    assert library.broken == []
+    stages = {
+        "initialize": "jax_r2p_attention_forward_initialize",
+        "execute": "jax_r2p_attention_forward_execute",
+    }
+    assert registered == [(("jax_r2p.attention_forward.v1", stages), {"platform": "CUDA"})]
+
+
+def test_what_the_library_is_told(registered, monkeypatch):
+    library = Recorder()
+    monkeypatch.setattr(_ffi, "_load_library", lambda: library)
+    _ffi.register()
+    variant, told = load_manifest().variants[0], library.good[0]
+    assert told.struct_size == ctypes.sizeof(told)
+    assert told.entry.decode() == variant.entry
+    # Read as a bytes object it would end at the first zero.
+    address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
+    assert ctypes.string_at(address, told.cubin_size) == _ffi.read_cubin(variant)
+    for name in ("head_dim", "tile_m", "tile_n", "threads", "shared_memory"):
+        assert getattr(told, name) == getattr(variant, name)
+    assert {v.name.decode(): v.dtype for v in library.good} == {
+        v.name: {"bf16": 16, "fp16": 10}[v.dtype] for v in load_manifest().variants
+    }
+    parameters = told.parameters[: told.parameter_count]
+    assert [(p.name.decode(), p.size) for p in parameters] == [(p.name, p.size) for p in variant.parameters]
+
+
+def test_a_broken_kernel_does_not_keep_others_from_running(package, registered, monkeypatch):
+    library = Recorder()
+    monkeypatch.setattr(_ffi, "_load_library", lambda: library)
+    (variant,) = load_manifest().variants
+    (package / FOLDER / variant.file).unlink()
+    _ffi.register()
+    assert library.good == []
+    ((name, message),) = library.broken
+    assert name == variant.name
+    assert f"{variant.file} is missing" in message
+    assert len(registered) == 1
+
+
+def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
+    monkeypatch.setattr(_ffi, "_load_library", lambda: Recorder(code=1))
+    with pytest.raises(InstallationError, match=r"libjax_r2p\.so refuses a kernel: what is wrong"):
+        _ffi.register()
+    assert registered == []
+    monkeypatch.setattr(_ffi, "_load_library", Recorder)
+    _ffi.register()
+    assert len(registered) == 1

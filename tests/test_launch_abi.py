@@ -1,0 +1,166 @@
+"""The launcher packs what the kernel's own host code packs: grid, threads, memory, and every parameter."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Any
+
+import pytest
+from host_launch import HostCall, capture
+from launch_stub import UNBOUNDED, Call, StubProcess, make_call
+
+from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p.aot.variants import VARIANTS
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc for the stand-ins")
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="needs the kernel compiler: pip install jax_r2p[aot]"
+)
+
+
+def calls_of(variant: Variant) -> dict[str, Call]:
+    """Shapes that tell every extent, stride and divisor from its neighbours."""
+    head_dim = variant.head_dim
+    return {
+        "one tile": make_call(variant, (1, variant.tile_m, 1, head_dim)),
+        "one element of each": make_call(variant, (1, 1, 1, 8)),
+        "ragged, grouped heads": make_call(
+            variant, (3, 1021, 10, head_dim), (3, 333, 5, head_dim), window_left=100, window_right=7
+        ),
+        "narrow head": make_call(
+            variant, (2, 130, 6, head_dim - 24), (2, 515, 6, head_dim - 24), window_left=0
+        ),
+        "shared keys": make_call(
+            variant,
+            (24, 200, 9, head_dim),
+            (8, 64, 3, head_dim),
+            kv_repeat=3,
+            kv_inner=4,
+            window_right=0,
+        ),
+        # Keys and values of a head fill the L2 budget, so a section is one group of heads.
+        "several sections": make_call(variant, (5, 300, 14, head_dim), (5, 80_000, 7, head_dim)),
+        "over 2^31 elements": make_call(variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1),
+    }
+
+
+def host_call(call: Call, section_heads: int) -> HostCall:
+    """The same call for the kernel's host code, which leaves two choices to its caller.
+
+    How many heads make a section is the launcher's own decision. And it passes on a window end that is beyond
+    all rows or keys as one that just reaches them all, to stay clear of 32-bit overflow.
+    """
+    return HostCall(
+        query=call.query.shape,
+        key=call.key.shape,
+        addresses=tuple(
+            getattr(call, name).data for name in ("query", "key", "value", "out", "lse", "scale")
+        ),
+        numbers=(
+            min(call.window_left, call.key.shape[1]),
+            min(call.window_right, call.query.shape[1]),
+            section_heads,
+            call.kv_repeat * call.kv_inner,
+            call.kv_inner,
+        ),
+        stream=call.stream,
+    )
+
+
+# Types of elements: their numbers in a descriptor, and in the driver's interface.
+DESCRIPTOR_TYPES = {6: 6, 10: 9}
+
+
+def decode_map(descriptor: bytes) -> dict[str, Any]:
+    """Returns the fields of a tensor map of rank 4 as cuTensorMapEncodeTiled takes them.
+
+    The format is not documented. These are the fields that were seen to change with each argument; the driver
+    sets others in its own way. The host code fills the first 64 of the 128 bytes.
+    """
+    words = [int.from_bytes(descriptor[start : start + 8], "little") for start in range(0, 64, 8)]
+    low, high = 2**32 - 1, 32
+    return {
+        "address": words[0],
+        "rank": (words[1] >> 4 & 7) + 1,
+        "type": DESCRIPTOR_TYPES[words[1] >> 7 & 15],
+        "swizzle": words[1] >> 13 & 3,
+        "strides": [16 * (words[1] >> high), 16 * (words[2] & low), 16 * (words[2] >> high)],
+        "dims": [extent + 1 for word in words[4:6] for extent in (word & low, word >> high)],
+        "box": [
+            (words[6] >> 56) + 1,
+            (words[7] & 255) + 1,
+            (words[7] >> 8 & 255) + 1,
+            (words[7] >> 16 & 255) + 1,
+        ],
+    }
+
+
+# A divisor ends with two bytes that nothing reads or sets.
+DIVISOR_SIZE, DIVISOR_PADDING = 12, 2
+
+
+def without_padding(parameter: bytes) -> bytes:
+    return parameter[:-DIVISOR_PADDING] if len(parameter) == DIVISOR_SIZE else parameter
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    (variant,) = [variant for variant in load_manifest().variants if variant.name == request.param]
+    return variant
+
+
+@pytest.fixture
+def launched(variant: Variant) -> dict[str, dict[str, Any]]:
+    """What the launcher makes of each call."""
+    with StubProcess() as process:
+        process.add(variant)
+        return {name: process.pack(variant, call) for name, call in calls_of(variant).items()}
+
+
+@needs_compiler
+def test_launcher_packs_what_host_code_packs(variant: Variant, launched: dict[str, dict[str, Any]]) -> None:
+    calls = calls_of(variant)
+    host_launches = capture(
+        variant.name,
+        [parameter.size for parameter in variant.parameters],
+        [host_call(call, section_heads=launched[name]["grid"][0]) for name, call in calls.items()],
+    )
+    for (name, call), host in zip(calls.items(), host_launches, strict=True):
+        ours = launched[name]
+        assert host.shared_memory == variant.shared_memory
+        for field in ("grid", "block", "shared_memory"):
+            assert ours[field] == getattr(host, field), f"{name}: {field}"
+        assert host.stream == call.stream
+        assert host.attributes == [], "the launcher sets none"
+
+        names = [parameter.name for parameter in variant.parameters]
+        for parameter, theirs in zip(names, host.parameters, strict=True):
+            if parameter.endswith("_map"):
+                fields = decode_map(theirs)
+                encoded = ours["maps"][parameter.removesuffix("_map")]
+                assert {field: encoded[field] for field in fields} == fields, f"{name}: {parameter}"
+            else:
+                packed = without_padding(ours["parameters"][parameter]).hex()
+                assert packed == without_padding(theirs).hex(), f"{name}: {parameter}"
+
+
+def test_calls_tell_parameters_apart(variant: Variant, launched: dict[str, dict[str, Any]]) -> None:
+    """The comparison notices two parameters of one size in the wrong order: they differ in some call."""
+    values = {
+        parameter.name: [ours["parameters"][parameter.name] for ours in launched.values()]
+        for parameter in variant.parameters
+    }
+    # Value has the shape of key, and out that of query.
+    twins = {"value_dims": "key_dims", "out_dims": "query_dims"}
+    distinct = [value for name, value in values.items() if name not in twins]
+    assert len({tuple(value) for value in distinct}) == len(distinct)
+    for twin, other in twins.items():
+        assert values[twin] == values[other]
+
+
+def test_sections_hold_every_head(variant: Variant, launched: dict[str, dict[str, Any]]) -> None:
+    for name, call in calls_of(variant).items():
+        batch, _, heads, _ = call.query.shape
+        section_heads, _, sections = launched[name]["grid"]
+        assert (sections - 1) * section_heads < batch * heads <= sections * section_heads, name

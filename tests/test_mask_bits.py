@@ -1,0 +1,126 @@
+"""The masks' arithmetic, with plain integers: every bit against the definition of the mask."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jax_r2p._spec import UNBOUNDED
+from jax_r2p.kernels import blocks
+
+pytest.importorskip("cutlass", reason="the masks are written in CuTeDSL: pip install jax_r2p[aot]")
+
+from jax_r2p.kernels import mask
+
+# The widest tile has 256 keys: 64 elements in a row of a thread, two words.
+ELEMENTS = range(64)
+WORDS = range(2)
+
+# Within the tile and a little beyond it on both sides; and as far away as lengths and windows allow.
+limits = st.one_of(st.integers(-40, 300), st.integers(-(2**31), 2**31 - 1))
+
+
+def bits(word: int) -> list[bool]:
+    assert 0 <= word < 2**32
+    return [bool(word >> bit & 1) for bit in range(32)]
+
+
+@pytest.mark.parametrize("lane", range(4))
+def test_lanes_share_the_columns_of_a_row(lane: int) -> None:
+    """Each of the four lanes of a row holds a quarter of its columns, and none is held twice."""
+    columns = {2 * lane + mask.element_column(element) for element in ELEMENTS}
+    others = {
+        2 * other + mask.element_column(element)
+        for other in range(4)
+        if other != lane
+        for element in ELEMENTS
+    }
+    assert columns | others == set(range(256))
+    assert not columns & others
+
+
+@given(limits)
+@example(0)
+@example(-1)
+@example(8)
+@example(256)
+def test_column_limit_counts_the_elements_below_it(limit: int) -> None:
+    count = mask.column_limit_to_element(limit)
+    for element in ELEMENTS:
+        assert (element < count) == (mask.element_column(element) < limit)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@given(limit=limits)
+@example(limit=0)
+@example(limit=1)
+@example(limit=31)
+@example(limit=32)
+@example(limit=33)
+@example(limit=64)
+@example(limit=-1)
+def test_below_keeps_what_is_below(word: int, limit: int) -> None:
+    assert bits(mask.r2p_bitmask_below(limit, word)) == [32 * word + bit < limit for bit in range(32)]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@given(limit=limits)
+@example(limit=0)
+@example(limit=1)
+@example(limit=31)
+@example(limit=32)
+@example(limit=33)
+@example(limit=64)
+@example(limit=-1)
+def test_above_keeps_the_rest(word: int, limit: int) -> None:
+    assert bits(mask.r2p_bitmask_above(limit, word)) == [32 * word + bit >= limit for bit in range(32)]
+
+
+bounds = st.one_of(st.none(), st.integers(0, 600), st.just(UNBOUNDED))
+
+
+@given(
+    query_length=st.integers(1, 400),
+    key_length=st.integers(1, 400),
+    left=bounds,
+    right=bounds,
+    tile_n=st.sampled_from([16, 64, 128, 176, 256]),
+    lane=st.integers(0, 3),
+    data=st.data(),
+)
+def test_words_of_a_row_are_the_mask(
+    query_length: int,
+    key_length: int,
+    left: int | None,
+    right: int | None,
+    tile_n: int,
+    lane: int,
+    data: st.DataObject,
+) -> None:
+    """From a row and a block to bits by the kernel's steps: limits of the row, of the block, of the lane."""
+    row = data.draw(st.integers(0, query_length - 1), label="row")
+    block = data.draw(st.integers(0, (key_length - 1) // tile_n), label="block")
+    lengths = {"query_length": query_length, "key_length": key_length}
+    first_column = block * tile_n + 2 * lane
+    below = mask.column_limit_to_element(blocks.right_limit(row, right=right, **lengths) - first_column)
+    above = None
+    if left is not None:
+        above = mask.column_limit_to_element(blocks.left_limit(row, left=left, **lengths) - first_column)
+
+    for element in range(tile_n // 4):
+        kept = bits(mask.keep_word(below, above, element // 32))[element % 32]
+        key = first_column + mask.element_column(element)
+        center = row + key_length - query_length
+        visible = (
+            key < key_length
+            and (left is None or key >= center - left)
+            and (right is None or key <= center + right)
+        )
+        assert kept == visible, f"{element=} {key=}"
+
+
+def test_rows_and_elements_fill_the_accumulator() -> None:
+    """A thread's two rows cover its registers of the score tile, each once."""
+    indices = [mask.score_index(row, element) for row in range(2) for element in ELEMENTS]
+    assert sorted(indices) == list(range(2 * len(ELEMENTS)))
