@@ -1,0 +1,138 @@
+"""The attention calls that are timed, and the work in each: one table for every rival.
+
+Sizes are those of real models at 32k tokens a call and hidden size 2048 (query heads * head dim): B = 32768 /
+T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+TOKENS, HIDDEN = 32_768, 2048
+DENSE_PEAK_TFLOPS = 989.5
+"""bf16 tensor-core peak of an H100 or H200 SXM without sparsity, by NVIDIA's data sheet."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One call: query (batch, length, heads, head_dim), key and value (batch, length, kv_heads, head_dim),
+    bf16.
+
+    window: (left, right) tokens besides the own one, both ends inclusive; None is unbounded.
+    """
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+
+    def pairs(self) -> int:
+        """Query-key pairs that one head computes: those the mask lets through."""
+        return visible_pairs(self.length, self.length, self.is_causal, self.window)
+
+    def flops(self) -> int:
+        """Floating-point operations of the forward: 2 matmuls, 2 operations a multiply-add, visible pairs
+        only.
+        """
+        return 4 * self.batch * self.heads * self.head_dim * self.pairs()
+
+    def bytes_moved(self) -> int:
+        """The least traffic with memory: query, key, value read and out, residual written once."""
+        rows = self.batch * self.length
+        return 2 * 2 * rows * (self.heads + self.kv_heads) * self.head_dim + 4 * rows * self.heads
+
+
+def visible_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> int:
+    """Pairs (i, j), i < t, j < s, with i+s-t-left <= j <= i+s-t+right, without going through them all."""
+    left, right = (t + s, t + s) if window is None else window
+    if is_causal:
+        right = min(right, 0)
+    offset = s - t
+    # row i sees keys max(0, i+offset-left) .. min(s-1, i+offset+right): s keys less those cut off on either
+    # side
+    cut_left = _sum_clamped(offset - left, t, s)
+    seen_below = _sum_clamped(offset + right + 1, t, s)
+    return seen_below - cut_left
+
+
+def _sum_clamped(first: int, count: int, limit: int) -> int:
+    """sum of min(max(first + i, 0), limit) over i in 0 .. count-1."""
+
+    def positive(start: int) -> int:
+        """sum of max(start + i, 0)."""
+        skipped = min(max(-start, 0), count)
+        terms, low = count - skipped, start + skipped
+        return terms * low + terms * (terms - 1) // 2
+
+    return positive(first) - positive(first - limit)
+
+
+def _row(kind: str, head_dim: int, length: int, *, kv_heads: int | None = None, batch: int | None = None):
+    heads = HIDDEN // head_dim if kv_heads is None else 2 * HIDDEN // head_dim
+    shared = "" if kv_heads is None else f"_gqa{heads // kv_heads}"
+    window = None
+    if kind.startswith("local"):
+        left, _, right = kind.removeprefix("local").partition("_")
+        window = (int(left), int(right or 0))
+    return Workload(
+        name=f"{kind}{shared}_d{head_dim}_s{length}",
+        batch=batch or TOKENS // length,
+        length=length,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        is_causal=kind == "causal",
+        window=window,
+    )
+
+
+WORKLOADS = (
+    _row("full", 64, 8192),
+    _row("full", 128, 4096),
+    _row("full", 128, 8192),
+    _row("full", 128, 512),
+    _row("causal", 64, 8192),
+    _row("causal", 128, 8192),
+    _row("causal", 128, 2048),
+    _row("causal", 128, 512),
+    _row("causal", 128, 16_384),
+    _row("causal", 128, 8192, kv_heads=4),
+    _row("local64", 64, 8192),
+    _row("local64", 128, 8192),
+    _row("local256", 64, 8192),
+    _row("local256", 128, 8192),
+    _row("local1024", 128, 8192),
+    _row("local128_128", 64, 8192),
+    _row("causal", 128, 113, batch=64),  # short and no multiple of a tile
+    _row("full", 256, 8192),  # no kernel here yet: kept, so that the table shows what is missing
+    _row("causal", 256, 8192),
+)
+
+HEADLINE = ("causal_d128_s8192", "full_d128_s8192", "causal_d64_s8192", "local64_d128_s8192")
+"""What the README shows and a quick run times."""
+
+
+def select(names: str) -> tuple[Workload, ...]:
+    """Workloads by name: "all", "headline", or names separated by commas, in the order of the table.
+
+    Raises:
+      ValueError: a name that is not in the table.
+    """
+    known = {w.name: w for w in WORKLOADS}
+    wanted = {"all": tuple(known), "headline": HEADLINE}.get(names) or tuple(names.split(","))
+    if unknown := set(wanted) - known.keys():
+        raise ValueError(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return tuple(w for w in WORKLOADS if w.name in wanted)
+
+
+def shrink(w: Workload, factor: int) -> Workload:
+    """The same kind of call with batch and length divided, at least 1 and 16: for trying the benchmark
+    itself.
+    """
+    if factor == 1:
+        return w
+    return dataclasses.replace(w, batch=max(1, w.batch // factor), length=max(16, w.length // factor))

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Test and time the wheel in dist/ on a machine with a Hopper GPU, JAX and pytest, and no package registry.
+#
+# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: tests sanitize bench cold; default: all, in this order
+#
+#   OUT            folder for logs and rows: summary.json, tests.log, tests.xml, sanitize.log, bench.jsonl, bench.log,
+#                  bench.png, cold.jsonl
+#   WHEEL=path     the wheel, else the one in dist/
+#   COMMIT=hash    what the wheel was built from, recorded in every row; else that of the checkout
+#   WORKERS=6      test processes that share the GPU
+#   TESTS="..."    more arguments for pytest, e.g. "-k lengths"
+#   CASES=, IMPLS= what the benchmark times (benchmarks/bench.py --help)
+#   PEERS=dir      folder with rivals' packages, put behind the wheel on PYTHONPATH, for the benchmark only
+#   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_COLD   seconds a step may take
+#
+# The wheel is installed without its dependencies into a temporary folder. Tests and benchmarks are copied away from the
+# checkout, so that nothing can import the source tree by accident; where `jax_r2p` came from is checked.
+# Every step runs even if an earlier one failed; the exit status is 0 only if all passed.
+set -uo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+[[ $# -ge 1 ]] || { sed -n '2,/^set/p' "$0" | sed '$d'; exit 2; }
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
+shift
+steps=("$@")
+[[ ${#steps[@]} -gt 0 ]] || steps=(tests sanitize bench cold)
+python=${PYTHON:-python3}
+workers=${WORKERS:-6}
+if [[ -z ${WHEEL:-} ]]; then
+  wheels=("$root"/dist/jax_r2p-*.whl)
+  [[ ${#wheels[@]} == 1 && -f ${wheels[0]} ]] || { echo "need one wheel in $root/dist; see tools/build_wheel.sh" >&2; exit 2; }
+  WHEEL=${wheels[0]}
+fi
+commit=${COMMIT:-$(git -C "$root" rev-parse --verify --quiet HEAD || echo unknown)}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$WHEEL" || exit 2
+mkdir "$work/checkout"
+cp -r "$root"/{tests,benchmarks,examples,tools,pyproject.toml} "$work/checkout/" || exit 2
+cd "$work/checkout" || exit 2
+export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
+
+"$python" - "$work/site" <<'PY' || exit 2
+import pathlib, sys
+import jax, jax_r2p
+found, site = pathlib.Path(jax_r2p.__file__).resolve(), pathlib.Path(sys.argv[1]).resolve()
+if site not in found.parents:
+    sys.exit(f"jax_r2p comes from {found}, not from the wheel in {site}")
+device = jax.devices()[0]
+print(f"jax_r2p {jax_r2p.__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}, {device.device_kind}")
+if str(getattr(device, "compute_capability", None)) != "9.0":
+    sys.exit("this machine has no Hopper GPU that jax can use; everything would be skipped")
+PY
+
+declare -A status seconds
+step() { # step NAME LIMIT LOG COMMAND...: runs it if asked for, with a limit, and remembers how it ended
+  local name=$1 limit=$2 log=$3 start=$SECONDS
+  shift 3
+  [[ " ${steps[*]} " == *" $name "* ]] || return 0
+  echo "== $name (at most $limit s)"
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$log" | tail -n "${TAIL:-40}"
+  status[$name]=${PIPESTATUS[0]} seconds[$name]=$((SECONDS - start))
+  echo "== $name: exit status ${status[$name]} after ${seconds[$name]} s"
+}
+
+sanitize() {
+  local tool=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)}
+  [[ -n $tool ]] || { echo "compute-sanitizer is not installed"; return 1; }
+  # one allocation per array, so that a step outside an array is seen; only our kernels are instrumented
+  export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
+  local kind failed=0
+  for kind in memcheck racecheck; do
+    echo "-- $kind"
+    "$tool" --tool "$kind" --kernel-name kernel_substring="${KERNELS:-fwd_}" --error-exitcode 9 --print-limit 20 \
+      "$python" tools/sanitize_cases.py || failed=1
+  done
+  return $failed
+}
+export -f sanitize
+export python
+
+step tests "${LIMIT_TESTS:-540}" "$out/tests.log" \
+  "$python" -P -m pytest -m gpu -n "$workers" --dist worksteal -p no:cacheprovider --junitxml "$out/tests.xml" \
+  --durations 25 ${TESTS:-} tests/gpu
+step sanitize "${LIMIT_SANITIZE:-300}" "$out/sanitize.log" bash -c sanitize
+export PYTHONPATH=$PYTHONPATH${PEERS:+:$PEERS}
+step bench "${LIMIT_BENCH:-400}" "$out/bench.log" \
+  "$python" benchmarks/bench.py --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
+  --cases "${CASES:-all}" --impls "${IMPLS:-default}"
+step cold "${LIMIT_COLD:-120}" /dev/stdout \
+  "$python" benchmarks/bench.py --cold --out "$out/cold.jsonl" --commit "$commit"
+
+failed=0
+{
+  printf '{"commit": "%s", "wheel": "%s", "sha256": "%s", "steps": {' \
+    "$commit" "$(basename "$WHEEL")" "$(sha256sum "$WHEEL" | cut -d' ' -f1)"
+  comma=
+  for name in "${steps[@]}"; do
+    printf '%s"%s": {"exit_status": %s, "seconds": %s}' "$comma" "$name" "${status[$name]:-null}" "${seconds[$name]:-null}"
+    comma=', '
+    [[ ${status[$name]:-1} == 0 ]] || failed=1
+  done
+  printf '}}\n'
+} >"$out/summary.json"
+cat "$out/summary.json"
+exit $failed

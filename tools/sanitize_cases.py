@@ -1,0 +1,78 @@
+"""A few small calls of every kernel, for compute-sanitizer: values are checked too, on the host, in numpy.
+
+    compute-sanitizer --tool memcheck python tools/sanitize_cases.py
+
+Small, since instrumented kernels run a hundred times slower; but with several tiles each way, partial ones,
+grouped heads, skipped blocks and rows that see nothing, so that every barrier and every bound is passed. XLA
+compiles nothing here but the calls themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_r2p
+
+# (T, S, N, K): more than two tiles of 192 rows and 128 keys, partial; then T > S, so that causal rows see
+# nothing
+SIZES = ((389, 413, 2, 1), (210, 70, 2, 2))
+MASKS = {
+    "none": ({}, None, None),
+    "causal": ({"is_causal": True}, None, 0),
+    "window": ({"local_window_size": (70, 9)}, 70, 9),
+}
+DTYPES = {
+    "bfloat16": 0.02,
+    "float16": 0.004,
+}  # allowed error of outputs of size 1: a few units in the last place
+
+
+def expected(q, k, v, left, right) -> np.ndarray:
+    """Attention in float64, by the definition."""
+    t, n, h = q.shape[1:]
+    s, group = k.shape[1], n // k.shape[2]
+    q, k, v = (x.astype(np.float64)[0] for x in (q, k, v))
+    distance = np.arange(s)[None] - np.arange(t)[:, None] - (s - t)
+    mask = (distance >= (-np.inf if left is None else -left)) & (
+        distance <= (np.inf if right is None else right)
+    )
+    out = np.zeros((1, t, n, h))
+    for head in range(n):
+        scores = q[:, head] @ k[:, head // group].T / math.sqrt(h)
+        weights = np.where(mask, np.exp(scores), 0)
+        total = weights.sum(axis=1, keepdims=True)
+        out[0, :, head] = weights @ v[:, head // group] / np.where(total == 0, 1, total)
+    return out
+
+
+def main() -> int:
+    rng = np.random.default_rng(0)
+    failed = 0
+    for h in (64, 128, 40):
+        for dtype, allowed in DTYPES.items():
+            for name, (keywords, left, right) in MASKS.items():
+                for t, s, n, k in SIZES:
+                    shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, h))
+                    arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
+                    f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
+                    out = np.asarray(f(*jax.device_put(arrays))).astype(np.float64)
+                    error = np.abs(out - expected(*arrays, left, right)).max()
+                    good = error < allowed  # False for NaN
+                    failed += not good
+                    print(
+                        f"{'ok ' if good else 'BAD'} {name:6s} {dtype} H={h} T={t} S={s}: error {error:.1e}",
+                        flush=True,
+                    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
