@@ -1,5 +1,6 @@
 #include "c_api.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -90,6 +91,8 @@ Status AddVariantFromC(const R2pVariant* variant) {
   R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_n", variant->tile_n, 8, kMapMaxBoxRows, 8));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "threads", variant->threads, kWarp, kMaxThreads, kWarp));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "shared_memory", variant->shared_memory, 0, kMaxSharedMemory, 1));
+  R2P_RETURN_IF_ERROR(CheckField(*variant, "min_blocks", variant->min_blocks, 1, kMaxThreads / kWarp, 1));
+  R2P_RETURN_IF_ERROR(CheckField(*variant, "is_causal", variant->is_causal, 0, 1, 1));
   R2P_RETURN_IF_ERROR(CheckParameters(*variant));
   Variant copy;
   copy.name = variant->name;
@@ -101,6 +104,8 @@ Status AddVariantFromC(const R2pVariant* variant) {
   copy.tile_n = variant->tile_n;
   copy.threads = variant->threads;
   copy.shared_memory = variant->shared_memory;
+  copy.min_blocks = variant->min_blocks;
+  copy.is_causal = variant->is_causal != 0;
   return AddVariant(std::move(copy));
 }
 

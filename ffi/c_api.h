@@ -52,6 +52,8 @@ typedef struct R2pVariant {
   int32_t tile_n;         // keys in one block of keys
   int32_t threads;        // threads of a thread block
   int32_t shared_memory;  // bytes of dynamic shared memory
+  int32_t min_blocks;     // thread blocks that an SM holds together
+  int32_t is_causal;      // 1 if the kernel applies the causal mask, else 0
   const R2pParameter* parameters;  // must equal parameters.def, name by name
   size_t parameter_count;
 } R2pVariant;
@@ -74,8 +76,8 @@ typedef struct R2pLaunch {
   R2pTensor scale;       // float32 scalar in device memory
   R2pTensor out;         // (B, T, N, H)
   R2pTensor lse;         // (B, N, T), float32
-  int32_t window_left;   // keys visible before the diagonal, 0..2^30; 2^30 = all
-  int32_t window_right;  // keys visible after the diagonal, 0..2^30; 2^30 = all
+  int32_t window_left;   // keys visible before the diagonal, 0..2^29; 2^29 = all
+  int32_t window_right;  // keys visible after the diagonal, 0..2^29; 2^29 = all
   int64_t kv_repeat;     // B == Bk * kv_repeat; query batch b reads key batch
   int64_t kv_inner;      //   b / (kv_repeat * kv_inner) * kv_inner + b % kv_inner
   void* stream;          // CUstream

@@ -25,7 +25,7 @@ struct VariantSlot {
   CUlibrary library = nullptr;
   CUkernel kernel = nullptr;
   // By the id of the context and not by its address, which the driver may give to a later context.
-  std::vector<std::pair<unsigned long long, CUfunction>> functions;
+  std::vector<std::pair<unsigned long long, LoadedKernel>> kernels;
 };
 
 namespace {
@@ -45,7 +45,7 @@ Table& GetTable() {
 bool Equal(const Variant& a, const Variant& b) {
   const auto fields = [](const Variant& v) {
     return std::tie(v.name, v.entry, v.cubin, v.dtype, v.head_dim, v.tile_m, v.tile_n, v.threads,
-                    v.shared_memory);
+                    v.shared_memory, v.min_blocks, v.is_causal);
   };
   return fields(a) == fields(b);
 }
@@ -67,10 +67,11 @@ Status Add(Variant variant, std::string broken) {
   return InvalidArgument("variant: '", variant.name, "' is registered already, with other contents");
 }
 
-CUfunction FindFunction(const VariantSlot& slot, unsigned long long context_id) {
-  for (const auto& [id, function] : slot.functions) {
+// The kernel in a context; null when it is not loaded there. Valid as long as the slot is locked.
+const LoadedKernel* FindKernel(const VariantSlot& slot, unsigned long long context_id) {
+  for (const auto& [id, kernel] : slot.kernels) {
     if (id == context_id) {
-      return function;
+      return &kernel;
     }
   }
   return nullptr;
@@ -96,7 +97,7 @@ Status LoadLibrary(const Driver& driver, VariantSlot* slot) {
   return Status();
 }
 
-Status LoadFunction(const Driver& driver, VariantSlot* slot, CUfunction* function) {
+Status LoadKernel(const Driver& driver, VariantSlot* slot, LoadedKernel* kernel) {
   const Variant& variant = slot->variant;
   const std::string purpose = Text("variant '", variant.name, "'");
   if (slot->kernel == nullptr) {
@@ -113,7 +114,12 @@ Status LoadFunction(const Driver& driver, VariantSlot* slot, CUfunction* functio
   // All of the SM's memory that may be shared memory: variants with small tiles are meant to share an SM.
   R2P_DRIVER_CALL(driver, cuFuncSetAttribute, Text(purpose, ", shared memory carveout"), fresh,
                   CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
-  *function = fresh;
+  CUdevice device = 0;
+  int multiprocessors = 0;
+  R2P_DRIVER_CALL(driver, cuCtxGetDevice, "the stream's context", &device);
+  R2P_DRIVER_CALL(driver, cuDeviceGetAttribute, "the number of multiprocessors", &multiprocessors,
+                  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  *kernel = LoadedKernel{fresh, multiprocessors};
   return Status();
 }
 
@@ -162,26 +168,26 @@ Status FindVariant(std::string_view name, VariantSlot** slot) {
 
 const Variant& GetVariant(const VariantSlot& slot) { return slot.variant; }
 
-Status GetFunction(const Driver& driver, CUcontext context, VariantSlot* slot, CUfunction* function) {
+Status GetKernel(const Driver& driver, CUcontext context, VariantSlot* slot, LoadedKernel* kernel) {
   unsigned long long id = 0;
   R2P_DRIVER_CALL(driver, cuCtxGetId, "the stream's context", context, &id);
   {
     std::shared_lock lock(slot->mutex);
-    if (CUfunction cached = FindFunction(*slot, id); cached != nullptr) {
-      *function = cached;
+    if (const LoadedKernel* cached = FindKernel(*slot, id); cached != nullptr) {
+      *kernel = *cached;
       return Status();
     }
   }
   std::unique_lock lock(slot->mutex);
-  if (CUfunction cached = FindFunction(*slot, id); cached != nullptr) {  // another thread loaded it meanwhile
-    *function = cached;
+  if (const LoadedKernel* cached = FindKernel(*slot, id); cached != nullptr) {  // loaded meanwhile
+    *kernel = *cached;
     return Status();
   }
-  CUfunction loaded = nullptr;
-  R2P_RETURN_IF_ERROR(WithRelaxedCapture(driver, [&] { return LoadFunction(driver, slot, &loaded); }));
-  slot->functions.emplace_back(id, loaded);
+  LoadedKernel loaded;
+  R2P_RETURN_IF_ERROR(WithRelaxedCapture(driver, [&] { return LoadKernel(driver, slot, &loaded); }));
+  slot->kernels.emplace_back(id, loaded);
   GetTable().loads.fetch_add(1, std::memory_order_relaxed);
-  *function = loaded;
+  *kernel = loaded;
   return Status();
 }
 

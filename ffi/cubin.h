@@ -23,6 +23,14 @@ struct Variant {
   int32_t tile_n = 0;
   int32_t threads = 0;
   int32_t shared_memory = 0;
+  int32_t min_blocks = 0;
+  bool is_causal = false;
+};
+
+// A kernel in one context, and how many SMs the context's device has.
+struct LoadedKernel {
+  CUfunction function = nullptr;
+  int32_t multiprocessors = 0;
 };
 
 struct VariantSlot;  // a variant with its loaded kernels
@@ -40,11 +48,11 @@ Status FindVariant(std::string_view name, VariantSlot** slot);
 
 const Variant& GetVariant(const VariantSlot& slot);
 
-// The kernel's function in `context`, which must be the current one. The first call for a context loads it
-// there, once even when several threads ask together; later calls only read the cache.
-Status GetFunction(const Driver& driver, CUcontext context, VariantSlot* slot, CUfunction* function);
+// The kernel in `context`, which must be the current one. The first call for a context loads it there, once
+// even when several threads ask together; later calls only read the cache.
+Status GetKernel(const Driver& driver, CUcontext context, VariantSlot* slot, LoadedKernel* kernel);
 
-// How many functions GetFunction has loaded in this process.
+// How many kernels GetKernel has loaded in this process.
 uint64_t LoadCount();
 
 }  // namespace jax_r2p

@@ -23,6 +23,8 @@ namespace jax_r2p {
   FUNCTION(cuCtxPushCurrent)                  \
   FUNCTION(cuCtxPopCurrent)                   \
   FUNCTION(cuCtxGetId)                        \
+  FUNCTION(cuCtxGetDevice)                    \
+  FUNCTION(cuDeviceGetAttribute)              \
   FUNCTION(cuThreadExchangeStreamCaptureMode) \
   FUNCTION(cuLibraryLoadData)                 \
   FUNCTION(cuLibraryGetKernel)                \

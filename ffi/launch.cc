@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -14,16 +15,22 @@ namespace jax_r2p {
 namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxGridYZ = 65535;    // CUDA's limit of a grid's y and z; x may have any int32
 constexpr int64_t kMapAlignment = 16;    // bytes; TMA's, and that of the kernel's vector loads
 constexpr int64_t kScalarAlignment = 4;  // bytes
 constexpr int64_t kHeadDimMultiple = 8;  // elements; 16 bytes, TMA's unit of a stride
 constexpr int64_t kElementSize = 2;      // bytes of a bf16 or fp16 element
 constexpr int32_t kWarpgroupRows = 64;   // each warpgroup loads and stores its own rows of query and out
 
-// How much of the keys and values the thread blocks that run together may share. A Hopper GPU has 50 MB of
-// L2; this leaves room for queries and outputs.
-constexpr int64_t kL2Budget = int64_t{32} << 20;  // bytes
+// How much of the keys and values the thread blocks that run together share. Of a Hopper GPU's 50 MB of L2,
+// 16 MB did best: with 32 MB a dense kernel read three times its keys and values from device memory.
+constexpr int64_t kL2Budget = int64_t{16} << 20;  // bytes
+constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a divisor; L2 does not care beyond
+
+// A causal thread block takes tiles until it has about this many key blocks of work, so that starting it
+// costs little, but leaves enough thread blocks for the GPU to balance.
+constexpr int64_t kCausalBlocks = 32;
+constexpr int64_t kMaxCausalTiles = 8;
+constexpr int64_t kMinCausalRounds = 8;
 
 // (rows, head dim, heads, batch) of an array, as the kernels take them.
 struct Dims {
@@ -50,6 +57,11 @@ struct Parameters {
   void* scale;
   int32_t window_left;
   int32_t window_right;
+  int32_t cta_tiles;
+  FastDivmod section_tiles;
+  int32_t section_tiles_size;
+  FastDivmod section_heads;
+  int32_t section_heads_size;
   FastDivmod heads;
   int32_t heads_size;
   FastDivmod group;
@@ -126,8 +138,7 @@ Status CheckTensor(const Tensor& tensor, int32_t dtype, size_t rank, int64_t ali
   return Status();
 }
 
-// `expected` has as many entries as the tensor, whose rank has been checked; `rule` says where they come
-// from.
+// `expected` has as many entries as the tensor, whose rank has been checked; `rule` says why those.
 Status CheckShape(const Tensor& tensor, const int64_t* expected, const char* rule) {
   if (!std::equal(tensor.dims, tensor.dims + tensor.rank, expected)) {
     return InvalidArgument(tensor.name, ": expected shape ", ShapeText(expected, tensor.rank), ", ", rule,
@@ -185,8 +196,7 @@ Status CheckRequest(const LaunchRequest& request, const Variant& variant, Proble
   R2P_RETURN_IF_ERROR(CheckRange("key rows", p.keys, 1, kUnbounded));
   R2P_RETURN_IF_ERROR(CheckRange("query heads", p.heads, 1, kMaxInt32));
   R2P_RETURN_IF_ERROR(CheckRange("query batch", p.batch, 1, kMaxInt32));
-  // The kernel numbers the (batch, head) pairs in 32 bits, and in the last section counts past the last of
-  // them; half the range leaves room for that.
+  // The kernel numbers the (batch, head) pairs in 32 bits.
   if (p.batch > kUnbounded / p.heads) {
     return InvalidArgument("query: expected batch times heads to be at most ", kUnbounded, "; got ", p.batch,
                            " times ", p.heads);
@@ -209,33 +219,50 @@ Status CheckRequest(const LaunchRequest& request, const Variant& variant, Proble
 
 int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-struct Grid {
-  int64_t section_heads;  // x
-  int64_t row_blocks;     // y
-  int64_t sections;       // z
+// How the tiles, of tile_m query rows each, are dealt out to thread blocks.
+struct Schedule {
+  int64_t section_heads;  // heads whose tiles are neighbours in the order of work
+  int64_t section_tiles;  // tiles of a section
+  int64_t cta_tiles;      // tiles of a causal thread block; the others share all tiles evenly
+  int64_t ctas;           // thread blocks
 };
 
-// Thread blocks start roughly in the order of their numbers, x first and z last. A section is a run of heads
-// whose keys and values fit the L2 budget together; the row blocks of a section all come before the next one,
-// and find them there.
-Status MakeGrid(const Problem& problem, const Variant& variant, Grid* grid) {
-  const int64_t total = problem.batch * problem.heads;
+// A section is a run of heads, whole groups and an equal number in each section, whose keys and values fit
+// the L2 budget together: thread blocks that run at the same time find them there.
+Status MakeSchedule(const Problem& problem, const Variant& variant, int32_t multiprocessors,
+                    Schedule* schedule) {
   const int64_t group = problem.heads / problem.kv_heads;
+  const int64_t groups = problem.batch * problem.kv_heads;
   const int64_t bytes_per_kv_head = 2 * problem.keys * variant.head_dim * kElementSize;
-  const int64_t kv_heads = std::max<int64_t>(kL2Budget / bytes_per_kv_head, 1);
-  // Only very many heads come near the limit of z; they get larger sections than L2 would like.
-  const int64_t section_heads = std::max(std::min(kv_heads * group, total), CeilDivide(total, kMaxGridYZ));
-  const int64_t row_blocks = CeilDivide(problem.queries, variant.tile_m);
-  if (row_blocks > kMaxGridYZ) {
-    return InvalidArgument("query: expected at most ", kMaxGridYZ * variant.tile_m, " rows for variant '",
-                           variant.name, "', which is ", kMaxGridYZ, " blocks of ", variant.tile_m, "; got ",
-                           problem.queries);
+  int64_t section_groups = std::clamp<int64_t>(kL2Budget / bytes_per_kv_head, 1, kMaxSectionKvHeads);
+  section_groups = std::min(section_groups, groups);
+  while (groups % section_groups != 0) {
+    --section_groups;
   }
-  *grid = Grid{section_heads, row_blocks, CeilDivide(total, section_heads)};
+  const int64_t head_tiles = CeilDivide(problem.queries, variant.tile_m);
+  if (head_tiles > kUnbounded / (problem.batch * problem.heads)) {
+    return InvalidArgument("query: expected batch times heads times blocks of ", variant.tile_m,
+                           " rows to be at most ", kUnbounded, "; got ", problem.batch, " times ",
+                           problem.heads, " times ", head_tiles);
+  }
+  const int64_t tiles = head_tiles * problem.batch * problem.heads;
+  const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
+
+  *schedule = Schedule{section_groups * group, section_groups * group * head_tiles, 1, 0};
+  if (variant.is_causal) {
+    // Half the key blocks, on average.
+    const int64_t blocks = CeilDivide(CeilDivide(problem.keys, variant.tile_n) + 1, 2);
+    schedule->cta_tiles = std::clamp<int64_t>(kCausalBlocks / blocks, 1, kMaxCausalTiles);
+    schedule->cta_tiles =
+        std::clamp<int64_t>(tiles / (kMinCausalRounds * resident), 1, schedule->cta_tiles);
+    schedule->ctas = CeilDivide(tiles, schedule->cta_tiles);
+  } else {
+    schedule->ctas = std::min(tiles, resident);
+  }
   return Status();
 }
 
-// The casts below are of numbers that CheckRequest and MakeGrid have found to be in 1..2^31-1.
+// The casts below are of numbers that CheckRequest and MakeSchedule have found to be in 1..2^31-1.
 int32_t Narrow(int64_t checked) { return static_cast<int32_t>(checked); }
 
 Dims MakeDims(const Tensor& tensor) {
@@ -251,7 +278,7 @@ Status EncodeMap(const Driver& driver, const Tensor& tensor, int32_t box_rows, C
 }
 
 Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& variant,
-            const Problem& problem, Parameters* parameters) {
+            const Problem& problem, const Schedule& schedule, Parameters* parameters) {
   R2P_RETURN_IF_ERROR(EncodeMap(driver, request.query, kWarpgroupRows, &parameters->query_map));
   R2P_RETURN_IF_ERROR(EncodeMap(driver, request.key, variant.tile_n, &parameters->key_map));
   R2P_RETURN_IF_ERROR(EncodeMap(driver, request.value, variant.tile_n, &parameters->value_map));
@@ -268,10 +295,15 @@ Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& v
   // Ends that far off hide no key, and the kernel's sums with smaller ones stay far from overflow.
   parameters->window_left = Narrow(std::min<int64_t>(request.window_left, problem.keys));
   parameters->window_right = Narrow(std::min<int64_t>(request.window_right, problem.queries));
+  parameters->cta_tiles = Narrow(schedule.cta_tiles);
+  parameters->section_tiles_size = Narrow(schedule.section_tiles);
+  parameters->section_heads_size = Narrow(schedule.section_heads);
   parameters->heads_size = Narrow(problem.heads);
   parameters->group_size = Narrow(problem.heads / problem.kv_heads);
   parameters->kv_outer_size = Narrow(request.kv_repeat * request.kv_inner);
   parameters->kv_inner_size = Narrow(request.kv_inner);
+  parameters->section_tiles = MakeFastDivmod(parameters->section_tiles_size);
+  parameters->section_heads = MakeFastDivmod(parameters->section_heads_size);
   parameters->heads = MakeFastDivmod(parameters->heads_size);
   parameters->group = MakeFastDivmod(parameters->group_size);
   parameters->kv_outer = MakeFastDivmod(parameters->kv_outer_size);
@@ -279,7 +311,7 @@ Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& v
   return Status();
 }
 
-Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant, const Grid& grid,
+Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant, int64_t ctas,
                CUstream stream, Parameters* parameters) {
   void* pointers[] = {
 #define R2P_PARAMETER(name, size) &parameters->name,
@@ -287,9 +319,9 @@ Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant
 #undef R2P_PARAMETER
   };
   CUlaunchConfig config = {};
-  config.gridDimX = static_cast<unsigned int>(grid.section_heads);
-  config.gridDimY = static_cast<unsigned int>(grid.row_blocks);
-  config.gridDimZ = static_cast<unsigned int>(grid.sections);
+  config.gridDimX = static_cast<unsigned int>(ctas);
+  config.gridDimY = 1;
+  config.gridDimZ = 1;
   config.blockDimX = static_cast<unsigned int>(variant.threads);
   config.blockDimY = 1;
   config.blockDimZ = 1;
@@ -297,8 +329,8 @@ Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant
   config.hStream = stream;
   // The driver copies the parameters before it returns.
   R2P_DRIVER_CALL(driver, cuLaunchKernelEx,
-                  Text("variant '", variant.name, "' with a grid of (", grid.section_heads, ", ",
-                       grid.row_blocks, ", ", grid.sections, ") blocks of ", variant.threads, " threads"),
+                  Text("variant '", variant.name, "' with ", ctas, " blocks of ", variant.threads,
+                       " threads"),
                   &config, function, pointers, nullptr);
   launch_count.fetch_add(1, std::memory_order_relaxed);
   return Status();
@@ -314,8 +346,8 @@ Status Load(std::string_view variant, CUstream stream) {
   R2P_RETURN_IF_ERROR(GetDriver(&driver));
   R2P_RETURN_IF_ERROR(ContextOf(*driver, stream, &context));
   return InContext(*driver, context, [&] {
-    CUfunction function = nullptr;
-    return GetFunction(*driver, context, slot, &function);
+    LoadedKernel kernel;
+    return GetKernel(*driver, context, slot, &kernel);
   });
 }
 
@@ -325,18 +357,18 @@ Status Launch(const LaunchRequest& request) {
   const Variant& variant = GetVariant(*slot);
   Problem problem;
   R2P_RETURN_IF_ERROR(CheckRequest(request, variant, &problem));
-  Grid grid;
-  R2P_RETURN_IF_ERROR(MakeGrid(problem, variant, &grid));
   const Driver* driver = nullptr;
   CUcontext context = nullptr;
   R2P_RETURN_IF_ERROR(GetDriver(&driver));
   R2P_RETURN_IF_ERROR(ContextOf(*driver, request.stream, &context));
   return InContext(*driver, context, [&]() -> Status {
-    CUfunction function = nullptr;
-    R2P_RETURN_IF_ERROR(GetFunction(*driver, context, slot, &function));
+    LoadedKernel kernel;
+    R2P_RETURN_IF_ERROR(GetKernel(*driver, context, slot, &kernel));
+    Schedule schedule;
+    R2P_RETURN_IF_ERROR(MakeSchedule(problem, variant, kernel.multiprocessors, &schedule));
     Parameters parameters;
-    R2P_RETURN_IF_ERROR(Pack(*driver, request, variant, problem, &parameters));
-    return Enqueue(*driver, function, variant, grid, request.stream, &parameters);
+    R2P_RETURN_IF_ERROR(Pack(*driver, request, variant, problem, schedule, &parameters));
+    return Enqueue(*driver, kernel.function, variant, schedule.ctas, request.stream, &parameters);
   });
 }
 

@@ -15,7 +15,7 @@ namespace jax_r2p {
 
 // "No bound" among window ends, and the most query rows and keys a call may have: far from where 32-bit sums
 // of a row, a key and a window end would overflow.
-constexpr int32_t kUnbounded = int32_t{1} << 30;
+constexpr int32_t kUnbounded = int32_t{1} << 29;
 
 // A view of one array: device address, element type (R2pDtype) and row-major shape.
 struct Tensor {

@@ -87,7 +87,11 @@ def choose(
     fitting = [v for v in variants if (v.arch, v.dtype, v.mask) == wanted and v.head_dim >= head_dim]
     if not fitting:
         return f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}"
-    return min(fitting, key=lambda variant: variant.head_dim)
+    variant = min(fitting, key=lambda variant: variant.head_dim)
+    tiles = math.prod(batch) * heads * -(-queries // variant.tile_m)
+    if tiles > UNBOUNDED:
+        return f"no kernel takes {tiles} tiles of {variant.tile_m} query rows; at most {UNBOUNDED} has one"
+    return variant
 
 
 def cuda_capabilities() -> frozenset[Capability]:

@@ -57,6 +57,8 @@ class _Variant(ctypes.Structure):
         ("tile_n", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("shared_memory", ctypes.c_int32),
+        ("min_blocks", ctypes.c_int32),
+        ("is_causal", ctypes.c_int32),
         ("parameters", ctypes.POINTER(_Parameter)),
         ("parameter_count", ctypes.c_size_t),
     ]
@@ -208,6 +210,8 @@ def _to_c(variant: Variant, cubin: bytes) -> _Variant:
         tile_n=variant.tile_n,
         threads=variant.threads,
         shared_memory=variant.shared_memory,
+        min_blocks=variant.min_blocks,
+        is_causal=variant.mask == "causal",
         parameters=(_Parameter * len(parameters))(*parameters),
         parameter_count=len(parameters),
     )

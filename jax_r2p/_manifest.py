@@ -123,7 +123,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of the file; equal manifests give equal bytes."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2, sort_keys=True) + "\n"
 
 
 def parse_manifest(text: str) -> Manifest:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_r2p import _batching, _dispatch, _ffi, reference
@@ -143,7 +143,7 @@ def _jvp(
         operands = list(primals)
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
-        return reference.attention(*_vary_together(*operands), spec=spec)
+        return reference.attention(*operands, spec=spec)
 
     _, result_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     return results, result_tangents
@@ -163,8 +163,7 @@ def _lower(function: _Attention, ctx: Any, *operands: Any) -> Any:
     with another dimension. The types of the results do not depend on it: they are those of `_abstract_eval`.
     """
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+    return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
 def _lower_default(

@@ -11,7 +11,7 @@ from typing import Literal
 
 MaskKind = Literal["none", "causal", "window"]
 
-UNBOUNDED = 1 << 30
+UNBOUNDED = 1 << 29
 """How a kernel is told that a side has no bound, and the greatest T and S it takes: sums of a row, a key and
 a bound then stay within 32 bits."""
 

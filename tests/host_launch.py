@@ -31,14 +31,15 @@ class HostCall:
       query: Shape of query and out, (B, T, N, H).
       key: Shape of key and value, (Bk, S, K, H).
       addresses: Of query, key, value, out, lse and scale, in this order.
-      numbers: window_left, window_right, section_heads, kv_outer and kv_inner, in this order.
+      numbers: window_left, window_right, section_heads, kv_outer, kv_inner, ctas and cta_tiles, in this
+        order.
       stream: A number to be found again.
     """
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
     addresses: tuple[int, int, int, int, int, int]
-    numbers: tuple[int, int, int, int, int]
+    numbers: tuple[int, int, int, int, int, int, int]
     stream: int
 
 

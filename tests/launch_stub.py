@@ -29,7 +29,7 @@ HEADER = NATIVE.parents[1] / "ffi" / "c_api.h"
 LIBRARY = "libjax_r2p.so"
 DTYPES = {"fp16": 10, "fp32": 11, "bf16": 16}
 CODES = {0: "OK", 1: "INVALID_ARGUMENT", 2: "NOT_FOUND", 3: "FAILED_PRECONDITION", 4: "INTERNAL"}
-UNBOUNDED = 2**30
+UNBOUNDED = 2**29
 STREAM = 0x5000
 MAPPED = ("query", "key", "value", "out")
 
@@ -197,6 +197,8 @@ class StubProcess:
             "tile_n": variant.tile_n,
             "threads": variant.threads,
             "shared_memory": variant.shared_memory,
+            "min_blocks": variant.min_blocks,
+            "is_causal": int(variant.mask == "causal"),
             "parameters": [(parameter.name, parameter.size) for parameter in variant.parameters],
         }
         self._request("add_variant", {**row, **fields})
@@ -368,7 +370,16 @@ class _Worker:
             cubin_size=len(cubin),
             **{
                 field: row[field]
-                for field in ("dtype", "head_dim", "tile_m", "tile_n", "threads", "shared_memory")
+                for field in (
+                    "dtype",
+                    "head_dim",
+                    "tile_m",
+                    "tile_n",
+                    "threads",
+                    "shared_memory",
+                    "min_blocks",
+                    "is_causal",
+                )
             },
             parameters=(parameter_type * len(parameters))(*parameters),
             parameter_count=len(parameters),

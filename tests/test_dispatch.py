@@ -63,6 +63,10 @@ def test_bounds_that_hide_nothing_cost_nothing(spec, lengths, mask):
             {"batch": (1 << 15, 1 << 14), "n": 4},
             f"no kernel takes batch size times N = {1 << 31}; at most {UNBOUNDED} has one",
         ),
+        (
+            {"batch": (1 << 20,), "n": 16, "t": 64 * 128},
+            f"no kernel takes {43 << 24} tiles of 192 query rows; at most {UNBOUNDED} has one",
+        ),
     ],
 )
 def test_calls_without_a_kernel(keywords, reason):

@@ -42,6 +42,8 @@ LOAD = [
     "cuKernelGetFunction",
     "cuFuncSetAttribute",
     "cuFuncSetAttribute",
+    "cuCtxGetDevice",
+    "cuDeviceGetAttribute",
     "cuThreadExchangeStreamCaptureMode",
 ]
 LAUNCH = ["cuTensorMapEncodeTiled"] * 4 + ["cuLaunchKernelEx"]
@@ -81,8 +83,8 @@ def error_of(action: Any, *arguments: Any) -> LibraryError:
 CASES = {
     "one-of-each": ((1, 1, 1, 8), (1, 1, 1, 8), {}),
     "tile-minus-one": ((1, 63, 2, 64), (1, 127, 2, 64), {}),
-    "tile": ((1, 192, 2, 64), (1, 176, 2, 64), {}),
-    "tile-plus-one": ((1, 193, 2, 64), (1, 177, 2, 64), {}),
+    "tile": ((1, 192, 2, 64), (1, 160, 2, 64), {}),
+    "tile-plus-one": ((1, 193, 2, 64), (1, 161, 2, 64), {}),
     "grouped": ((3, 1000, 28, 64), (3, 700, 4, 64), {}),
     "multi-query": ((2, 130, 7, 64), (2, 130, 1, 64), {}),
     "narrow-head": ((2, 300, 4, 40), (2, 300, 2, 40), {}),
@@ -102,11 +104,18 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     query, key, fields = CASES[case]
     packed = process.pack(variant, make_call(variant, query, key, **fields))
     batch, rows, heads, _ = query
-    _, keys, kv_heads, _ = key
-    # 32 MiB of keys and values of the variant's full width, two bytes an element.
-    kv_heads_in_section = max(1, 2**25 // (2 * keys * variant.head_dim * 2))
-    section = min(kv_heads_in_section * (heads // kv_heads), batch * heads)
-    assert packed["grid"] == [section, -(-rows // variant.tile_m), -(-batch * heads // section)]
+    tiles = -(-rows // variant.tile_m) * batch * heads
+    parameters = packed["parameters"]
+    section_tiles, section_heads, cta_tiles = (
+        number(parameters[name]) for name in ("section_tiles_size", "section_heads_size", "cta_tiles")
+    )
+    assert section_tiles == section_heads * -(-rows // variant.tile_m)
+    assert batch * heads % section_heads == 0
+    if variant.mask == "causal":
+        assert packed["grid"] == [-(-tiles // cta_tiles), 1, 1]
+    else:
+        # As many thread blocks as the stub's 132 multiprocessors hold.
+        assert packed["grid"] == [min(tiles, 132 * variant.min_blocks), 1, 1]
     assert packed["block"] == [variant.threads, 1, 1]
     assert packed["shared_memory"] == variant.shared_memory
 
@@ -157,13 +166,15 @@ def test_parameters(process: StubProcess, name: str, case: str):
         },
         "window_left": struct.pack("<i", min(call.window_left, keys)),
         "window_right": struct.pack("<i", min(call.window_right, rows)),
+        # `test_sections` and `test_causal_tiles_of_a_thread_block` have the values of these.
+        **{name: parameters[name] for name in ("cta_tiles", "section_tiles_size", "section_heads_size")},
         "heads_size": struct.pack("<i", heads),
         "group_size": struct.pack("<i", heads // kv_heads),
         "kv_outer_size": struct.pack("<i", repeat * inner),
         "kv_inner_size": struct.pack("<i", inner),
     }
     assert {name: parameters[name] for name in expected} == expected
-    divisors = {"heads", "group", "kv_outer", "kv_inner"}
+    divisors = {"section_tiles", "section_heads", "heads", "group", "kv_outer", "kv_inner"}
     for divisor in divisors:
         (size,) = struct.unpack("<i", parameters[f"{divisor}_size"])
         assert struct.unpack("<I", parameters[divisor][:4]) == (size,)
@@ -185,9 +196,9 @@ def divide(divisor: bytes, number: int) -> int:
 
 
 @settings(max_examples=300, deadline=None)
-@given(divisor=st.integers(1, 2**30), numbers=st.lists(st.integers(0, 2**32 - 1), min_size=20))
+@given(divisor=st.integers(1, 2**29), numbers=st.lists(st.integers(0, 2**32 - 1), min_size=20))
 @example(divisor=1, numbers=[0, 1, 2**31, 2**32 - 1])
-@example(divisor=2**30, numbers=[0, 2**30 - 1, 2**30, 2**32 - 1])
+@example(divisor=2**29, numbers=[0, 2**29 - 1, 2**29, 2**32 - 1])
 def test_divisors_divide_exactly(process: StubProcess, divisor: int, numbers: list[int]):
     # kv_inner may be any size of the key's batch, so every divisor up to the limit of a batch comes by here.
     call = make_call(BF16_D64, (divisor, 1, 1, 8), kv_inner=divisor)
@@ -218,33 +229,50 @@ def test_batch_rule_finds_the_repeated_key(process: StubProcess):
             assert divide(parameters["kv_outer"], b) * inner + remainder == o * inner + i
 
 
+def number(parameter: bytes) -> int:
+    return int.from_bytes(parameter, "little", signed=True)
+
+
 @pytest.mark.parametrize(
-    ("query", "key", "grid"),
+    ("query", "key", "section_heads"),
     [
-        # 64 columns: 256 bytes a key, so 128k keys fill the budget of a section.
-        ((2, 64, 16, 64), (2, 131072, 4, 64), [4, 1, 8]),
-        ((2, 64, 16, 64), (2, 65536, 4, 64), [8, 1, 4]),
-        ((2, 64, 16, 64), (2, 65535, 4, 64), [8, 1, 4]),
-        ((2, 64, 16, 64), (2, 43690, 4, 64), [12, 1, 3]),
-        ((2, 64, 16, 64), (2, 30000, 4, 64), [16, 1, 2]),
-        ((2, 64, 16, 64), (2, 100, 4, 64), [32, 1, 1]),
-        # More heads than sections can be counted: larger sections.
-        ((200000, 1, 1, 64), (1, 2**20, 1, 64), [4, 1, 50000]),
-        ((2**30, 1, 1, 8), (1, 2**30, 1, 8), [16385, 1, 65533]),
-        # As many rows as the grid has room for.
-        ((1, 65535 * 64, 1, 64), (1, 64, 1, 64), [1, 65535, 1]),
+        # 64 columns: 256 bytes a key, so 64k keys fill the 16 MiB of a section.
+        ((2, 64, 16, 64), (2, 131072, 4, 64), 4),
+        ((2, 64, 16, 64), (2, 65536, 4, 64), 4),
+        ((2, 64, 16, 64), (2, 32768, 4, 64), 8),
+        ((2, 64, 16, 64), (2, 32767, 4, 64), 8),
+        # Three groups of four heads would fit; two divide the eight there are.
+        ((2, 64, 16, 64), (2, 21845, 4, 64), 8),
+        ((2, 64, 16, 64), (2, 16384, 4, 64), 16),
+        ((2, 64, 16, 64), (2, 100, 4, 64), 32),
+        # A prime number of heads has no divisor but itself.
+        ((1, 64, 17, 64), (1, 16384, 17, 64), 1),
+        ((1, 64, 17, 64), (1, 1024, 17, 64), 17),
+        # Not more than 512 heads of keys.
+        ((2**20, 1, 1, 8), (2**20, 1, 1, 8), 512),
     ],
 )
-def test_sections(process: StubProcess, query: Any, key: Any, grid: list[int]):
-    assert process.pack(BF16_D64, make_call(BF16_D64, query, key))["grid"] == grid
+def test_sections(process: StubProcess, query: Any, key: Any, section_heads: int):
+    parameters = process.pack(BF16_D64, make_call(BF16_D64, query, key))["parameters"]
+    assert number(parameters["section_heads_size"]) == section_heads
 
 
-def test_sections_hold_every_head_once(process: StubProcess):
-    for heads in (1, 65535, 65536, 65537, 2**20 + 1, 2**30):
-        x, _, z = process.pack(BF16_D64, make_call(BF16_D64, (heads, 1, 1, 8), (1, 2**20, 1, 8)))["grid"]
-        assert x * (z - 1) < heads <= x * z
-        assert z <= 65535
-        assert x * z <= 2**31 - 1
+@pytest.mark.parametrize(
+    ("shape", "cta_tiles"),
+    [
+        # 128 rows and 128 keys a tile. 4096 tiles are 31 for each of the stub's 132 multiprocessors.
+        ((4, 8192, 16, 128), 1),  # 32 key blocks a tile on average
+        ((16, 2048, 16, 128), 3),  # 8 a tile would allow 4, but 31 tiles are to make 8 rounds
+        ((64, 2048, 16, 128), 3),  # 9, rounded up, allow 3
+        ((256, 512, 16, 128), 8),  # 3 a tile would allow 10
+        ((2, 512, 16, 128), 1),  # few tiles: one each
+    ],
+)
+def test_causal_tiles_of_a_thread_block(process: StubProcess, shape: Any, cta_tiles: int):
+    packed = process.pack(BF16_D128, make_call(BF16_D128, shape))
+    assert number(packed["parameters"]["cta_tiles"]) == cta_tiles
+    tiles = shape[0] * shape[2] * shape[1] // 128
+    assert packed["grid"] == [-(-tiles // cta_tiles), 1, 1]
 
 
 # Refusals. Each row: what is changed in a valid call, and what the error has to say.
@@ -345,11 +373,11 @@ REFUSALS = {
     ),
     "left-negative": (
         dataclasses.replace(VALID, window_left=-1),
-        r"window_left: expected 0\.\.1073741824; got -1",
+        r"window_left: expected 0\.\.536870912; got -1",
     ),
     "right-large": (
-        dataclasses.replace(VALID, window_right=2**30 + 1),
-        r"window_right: expected 0\.\.1073741824; got 1073741825",
+        dataclasses.replace(VALID, window_right=2**29 + 1),
+        r"window_right: expected 0\.\.536870912; got 536870913",
     ),
     "null-query": (VALID.change("query", data=0), r"query: expected a device address; got a null pointer"),
     "null-scale": (VALID.change("scale", data=0), r"scale: expected a device address; got a null pointer"),
@@ -366,21 +394,21 @@ REFUSALS = {
         r"lse: expected an address that is a multiple of 4; got 0x7f0000000002",
     ),
     "rows": (
-        shaped((1, 2**30 + 1, 1, 8), (1, 16, 1, 8)),
-        r"query rows: expected 1\.\.1073741824; got 1073741825",
+        shaped((1, 2**29 + 1, 1, 8), (1, 16, 1, 8)),
+        r"query rows: expected 1\.\.536870912; got 536870913",
     ),
     "keys": (
-        shaped((1, 16, 1, 8), (1, 2**30 + 1, 1, 8)),
-        r"key rows: expected 1\.\.1073741824; got 1073741825",
+        shaped((1, 16, 1, 8), (1, 2**29 + 1, 1, 8)),
+        r"key rows: expected 1\.\.536870912; got 536870913",
     ),
-    "rows-for-the-grid": (
-        shaped((1, 65535 * 128 + 1, 1, 8), (1, 16, 1, 8)),
-        r"query: expected at most 8388480 rows for variant 'fwd_bf16_d128_causal', which is 65535 blocks of "
-        r"128; got 8388481",
+    "tiles": (
+        shaped((2**20, 128 * 512 + 1, 1, 8), (1, 16, 1, 8)),
+        r"query: expected batch times heads times blocks of 128 rows to be at most 536870912; got 1048576 "
+        r"times 1 times 513",
     ),
     "batch-times-heads": (
-        shaped((2**29, 1, 3, 8), (2**29, 1, 3, 8)),
-        r"query: expected batch times heads to be at most 1073741824; got 536870912 times 3",
+        shaped((2**28, 1, 3, 8), (2**28, 1, 3, 8)),
+        r"query: expected batch times heads to be at most 536870912; got 268435456 times 3",
     ),
     "batch-of-64-bits": (
         shaped((2**32, 1, 1, 8), (2**32, 1, 1, 8)),
@@ -391,9 +419,9 @@ REFUSALS = {
         r"query heads: expected 1\.\.2147483647; got 4294967296",
     ),
     "map-reach": (
-        shaped((1, 64, 4, 128), (1, 2**30, 4, 128)),
+        shaped((1, 64, 8, 128), (1, 2**29, 8, 128)),
         r"key: expected less than 2\^40 bytes in one batch entry, which is as far as TMA reaches; got "
-        r"\(1073741824, 4, 128\) elements of 2 bytes",
+        r"\(536870912, 8, 128\) elements of 2 bytes",
     ),
     "no-context": (
         dataclasses.replace(VALID, stream=0),
@@ -651,8 +679,10 @@ FAILURES = {
     f"boxes of {BF16_D128.tile_n} rows",
     ("cuTensorMapEncodeTiled", 4): r"cuTensorMapEncodeTiled failed for out of shape \(2, 256, 8, 128\) with "
     "boxes of 64 rows",
-    ("cuLaunchKernelEx", 1): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with a grid of "
-    rf"\(16, 2, 1\) blocks of {BF16_D128.threads} threads",
+    ("cuCtxGetDevice", 1): "cuCtxGetDevice failed for the stream's context",
+    ("cuDeviceGetAttribute", 1): "cuDeviceGetAttribute failed for the number of multiprocessors",
+    ("cuLaunchKernelEx", 1): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with 32 blocks of "
+    rf"{BF16_D128.threads} threads",
 }
 
 

@@ -15,7 +15,7 @@ import jax_r2p
 from jax_r2p import _dispatch
 
 TARGET = "jax_r2p.attention_forward.v1"
-UNBOUNDED = 1 << 30
+UNBOUNDED = 1 << 29
 kernel = functools.partial(jax_r2p.attention, implementation="r2p")
 
 
@@ -228,6 +228,23 @@ def test_shard_map_calls_with_local_shapes():
     )
     call = the_call(function, QUERY, KEY, KEY)
     assert call.operands[:2] == ["1x5x2x64xbf16", "1x7x1x64xbf16"]
+
+
+def test_explicit_mesh_folds_what_its_types_would_not_merge():
+    """A new dimension and a batch that is sharded. No rule of the mesh may get into the way of the fold."""
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, P(None, "x", None, "y"))
+    query, key = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype, sharding=sharding) for x in (QUERY, KEY))
+    scales = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with jax.set_mesh(mesh):
+        call = the_call(jax.vmap(kernel), query, key, key)
+        assert call.operands[:2] == ["6x5x4x64xbf16", "6x7x2x64xbf16"]
+        function = jax.vmap(lambda q, k, v, s: kernel(q, k, v, scale=s, is_causal=True))
+        call = the_call(function, query, key, key, scales)
+        assert call.operands[:2] == ["2x5x4x64xbf16", "2x7x2x64xbf16"]
 
 
 # Where there is no kernel

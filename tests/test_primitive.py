@@ -411,6 +411,36 @@ def test_derivatives_inside_shard_map(derivative):
     assert_equal(jax.jit(derive(sharded))(*args), jax.jit(derive(whole))(*args), 2e-5)
 
 
+@pytest.mark.parametrize("varying", ["query", "key", "value", "scale", "key-value"])
+def test_operands_that_differ_between_devices(varying):
+    """The others are the same on all: the results differ all the same, and their gradients are summed."""
+    axes = tuple(0 if name in varying.split("-") else None for name in ("query", "key", "value", "scale"))
+    args = [x if axis == 0 else x[0] for x, axis in zip(operands(count=2), axes, strict=True)]
+    specs = tuple(P("x") if axis == 0 else P() for axis in axes)
+
+    def one(function, *args):
+        return function(*(x[0] if axis == 0 else x for x, axis in zip(args, axes, strict=True)))
+
+    sharded = functools.partial(jax.shard_map, mesh=mesh(AxisType.Auto, 2, 1), in_specs=specs)
+    total = sharded(lambda *a: lax.psum(one(loss, *a), "x"), out_specs=P())
+    want = jax.vmap(direct_loss, axes)
+    assert_equal(
+        jax.jit(jax.grad(total, ALL))(*args), jax.jit(jax.grad(lambda *a: want(*a).sum(), ALL))(*args), 1e-5
+    )
+
+    def tangents(*args):  # along the query alone: the value may vary over more axes than all the rest
+        query, *rest = args
+        return jax.jvp(lambda query: attend(query, *rest), (query,), (jnp.cos(query),))
+
+    got = jax.jit(sharded(lambda *a: jax.tree.map(lambda x: x[None], one(tangents, *a)), out_specs=P("x")))(
+        *args
+    )
+    direct_tangents = jax.vmap(
+        lambda q, *rest: jax.jvp(lambda q: direct(q, *rest), (q,), (jnp.cos(q),)), axes
+    )
+    assert_equal(got, jax.jit(direct_tangents)(*args), 1e-5)
+
+
 def test_gradient_taken_inside_shard_map():
     """Some operands vary over fewer axes than others, the residual's tangent would over fewer still."""
     query, key, value, scale = operands(SHARDED)

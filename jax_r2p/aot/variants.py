@@ -55,19 +55,19 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
 
     return (
         # head dim, mask, tile_m, tile_n, CTAs per SM, registers of a producer and of a consumer thread
-        # 4.29; with tile_n 112 4.55, 96 4.63; 160 spills (8.13); without turns 4.71.
+        # 4.24; with tile_n 112 4.34. One tile a CTA: 4.29; with tile_n 96 4.63; without turns 4.71.
         row(64, "none", 192, 128, 1, 32, 160),
-        # 2.29; with tile_n 112 2.34, 96 2.39; 144 spills (4.08); without turns 2.46.
+        # 2.23; with tile_n 112 2.33. One tile a CTA: 2.29; with tile_n 96 2.39; without turns 2.46.
         row(64, "causal", 192, 128, 1, 32, 160),
-        # Windows (64, 0) and (256, 0): 0.179 and 0.289; four CTAs an SM 0.174 and 0.311, two 0.234 and
-        # 0.361.
+        # Windows (64, 0) and (256, 0): 0.164 and 0.288; 192x128, one CTA an SM, 0.262 and 0.374; four CTAs
+        # 0.169 and 0.311, and they spill.
         row(64, "window", 64, 64, 3, 24, 136),
-        # 3.52; with tile_n 160 3.50, 128 3.64; without turns 3.57.
-        row(128, "none", 128, 176, 1, 24, 240),
-        # 1.81; with tile_n 160 1.79, but slower at length 512 and 2048; 112 1.86; without turns 1.84.
+        # 3.43; with tile_n 144 3.40 to 3.53, 128 3.45 to 3.57. 176 leaves no room for the out tile.
+        row(128, "none", 128, 160, 1, 24, 240),
+        # 1.82; with tile_n 144 1.81, but slower at lengths 512 and 2048.
         row(128, "causal", 128, 128, 1, 24, 240),
-        # Windows (64, 0) and (256, 0): 0.153 and 0.239; with tile_n 96 0.175 and 0.270; 128x64, one CTA an SM,
-        # 0.205 and 0.323; 128x128 0.229 and 0.305. A third CTA finds no room for its registers.
+        # Windows (64, 0) and (256, 0): 0.142 and 0.230; 128x64, one CTA an SM, 0.168 and 0.277; 128x128 0.164
+        # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers.
         row(128, "window", 64, 64, 2, 24, 232),
     )
 

@@ -100,8 +100,8 @@ class ForwardConfig:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory: barriers, then query, key and value tiles on 1024-byte lines."""
-        tiles = (self.tile_m + 2 * self.stages * self.tile_n) * self.head_dim * 2
+        """Bytes of dynamic shared memory: barriers, then query, out, key and value tiles."""
+        tiles = (2 * self.tile_m + 2 * self.stages * self.tile_n) * self.head_dim * 2
         return 1024 + tiles
 
     @property

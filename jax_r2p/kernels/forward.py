@@ -60,8 +60,32 @@ class Arrays(NamedTuple):
     scale: Any
 
 
+class Pipelines(NamedTuple):
+    """Shared-memory stages that the producer fills and the consumers empty."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+class Schedule(NamedTuple):
+    """From which the tiles of a CTA follow. Shapes are (length, head_dim, heads, batch)."""
+
+    query_shape: Any
+    key_shape: Any
+    window_left: Any
+    window_right: Any
+    cta_tiles: Any
+    section_tiles: Any
+    section_heads: Any
+    heads: Any
+    group: Any
+    kv_outer: Any
+    kv_inner: Any
+
+
 class Tile(NamedTuple):
-    """What one CTA works on, and the sizes of the arrays around it."""
+    """The query rows that a CTA works on, and the sizes of the arrays around them."""
 
     first_row: Any
     batch: Any
@@ -110,6 +134,8 @@ class AttentionForward:
         section_heads: Int32,
         kv_outer: Int32,
         kv_inner: Int32,
+        ctas: Int32,
+        cta_tiles: Int32,
         stream: CUstream,
     ):
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
@@ -140,12 +166,8 @@ class AttentionForward:
         )
         o_atom, o_coords = cpasync.make_tiled_tma_atom(save, o, cute.select(rows_layout, mode=one), rows_tile)
 
-        heads, batch = q.shape[2], q.shape[3]
-        grid = (
-            section_heads,
-            cute.ceil_div(q.shape[0], self.tile_m),
-            cute.ceil_div(heads * batch, section_heads),
-        )
+        heads = q.shape[2]
+        tiles = cute.ceil_div(q.shape[0], self.tile_m)
         divide = cute.fast_divmod_create_divisor_v2
         self.kernel(
             q_atom,
@@ -163,6 +185,9 @@ class AttentionForward:
             scale.iterator,
             window_left,
             window_right,
+            cta_tiles,
+            divide(section_heads * tiles),
+            divide(section_heads),
             divide(heads),
             divide(heads // k.shape[2]),
             divide(kv_outer),
@@ -170,7 +195,7 @@ class AttentionForward:
             rows_layout,
             block_layout,
         ).launch(
-            grid=grid,
+            grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.config.min_blocks,
@@ -189,7 +214,7 @@ class AttentionForward:
         query, out = (array(self.dtype, (batch, query_length, heads, head_dim), 16) for _ in range(2))
         key, value = (array(self.dtype, (kv_batch, key_length, kv_heads, head_dim), 16) for _ in range(2))
         lse, scale = array(Float32, (cute.sym_int(),), 4), array(Float32, (1,), 4)
-        return (query, key, value, out, lse, scale, *[Int32(1)] * 5, make_fake_stream())
+        return (query, key, value, out, lse, scale, *[Int32(1)] * 7, make_fake_stream())
 
     def _tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
         """Row-major tiles under the 128-byte swizzle, `stages` of them."""
@@ -241,6 +266,9 @@ class AttentionForward:
         scale: cute.Pointer,
         window_left: Int32,
         window_right: Int32,
+        cta_tiles: Int32,
+        section_tiles: cute.FastDivmodDivisorV2,
+        section_heads: cute.FastDivmodDivisorV2,
         heads: cute.FastDivmodDivisorV2,
         group: cute.FastDivmodDivisorV2,
         kv_outer: cute.FastDivmodDivisorV2,
@@ -253,105 +281,132 @@ class AttentionForward:
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, self.warpgroups]
+            q_barriers: cute.struct.MemRange[Int64, 2 * self.warpgroups]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            rows: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
+            outs: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
             values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        s_rows = storage.rows.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
+        s_queries = storage.queries.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
+        s_outs = storage.outs.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
         s_keys = storage.keys.get_tensor(block_layout.outer, swizzle=block_layout.inner)
         s_values = storage.values.get_tensor(block_layout.outer, swizzle=block_layout.inner)
-        q_full = storage.q_full.data_ptr()
 
         if warp_index == 0:
             for atom in (q_atom, k_atom, v_atom, o_atom):
                 cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for wg in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.mbarrier_init(q_full + wg, 1)
-        # One warp produces; one lane of every consumer warp says that a stage is free.
-        one_warp = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups)
-        k_pipeline, v_pipeline = (
-            pipeline.PipelineTmaAsync.create(
+
+        # One warp produces; one lane of every consuming warp says that a stage is free. The stages of the
+        # query pipeline are the warpgroups, each of which consumes its own.
+        def make_pipeline(barriers: Any, stages: int, warps: int, rows: int) -> Any:
+            return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
-                num_stages=self.stages,
-                producer_group=one_warp,
-                consumer_group=consumer_warps,
-                tx_count=self.tile_n * self.head_dim * 2,
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
+                tx_count=rows * self.head_dim * 2,
                 defer_sync=True,
             )
-            for barriers in (storage.k_barriers, storage.v_barriers)
+
+        pipelines = Pipelines(
+            query=make_pipeline(storage.q_barriers, self.warpgroups, 4, WARPGROUP_ROWS),
+            key=make_pipeline(storage.k_barriers, self.stages, 4 * self.warpgroups, self.tile_n),
+            value=make_pipeline(storage.v_barriers, self.stages, 4 * self.warpgroups, self.tile_n),
         )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
-        # The longest tiles of a causal mask are the last ones; they start first.
-        head_in_section, tile, section = cute.arch.block_idx()
-        section_heads, tiles, _ = cute.arch.grid_dim()
-        if cutlass.const_expr(self.config.mask == "causal"):
-            tile = tiles - 1 - tile
-        flat_head = section * section_heads + head_in_section
-        batch, head = divmod(flat_head, heads)
-        kv_head = head // group
-        kv_batch = batch // kv_outer * kv_inner.divisor + batch % kv_inner
-        first_row = tile * self.tile_m
-        query_length, query_dim, query_heads, query_batch = q_coords.shape
-        key_length, _, kv_heads, _ = k_coords.shape
-        work = Tile(
-            first_row=first_row,
-            batch=batch,
-            head=head,
-            kv_batch=kv_batch,
-            kv_head=kv_head,
-            query_length=query_length,
-            key_length=key_length,
-            heads=query_heads,
-            kv_heads=kv_heads,
-            head_dim=query_dim,
+        schedule = Schedule(
+            query_shape=q_coords.shape,
+            key_shape=k_coords.shape,
             window_left=window_left,
             window_right=window_right,
+            cta_tiles=cta_tiles,
+            section_tiles=section_tiles,
+            section_heads=section_heads,
+            heads=heads,
+            group=group,
+            kv_outer=kv_outer,
+            kv_inner=kv_inner,
+        )
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp_index == 0:
+                self.produce(
+                    (q_atom, q_coords, s_queries),
+                    (k_atom, k_coords, s_keys),
+                    (v_atom, v_coords, s_values),
+                    pipelines,
+                    schedule,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consume(
+                (s_queries, s_keys, s_values),
+                (o_atom, o_coords, s_outs),
+                pipelines,
+                Arrays(query, key, value, lse, scale),
+                schedule,
+            )
+
+    # Schedule
+    # ------------------------------------------------------------------------------------------------
+
+    def tile_places(self, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
+        """This CTA's tiles as places in the order of `locate`: the first, the distance to the next, how many.
+
+        Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU. Causal ones are not
+        equal: a CTA takes a few in a row, and the GPU starts the next CTA where one has ended.
+        """
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        query_length, _, heads, batch = schedule.query_shape
+        total = cute.ceil_div(query_length, self.tile_m) * heads * batch
+        if self.config.mask == "causal":
+            first = cta * schedule.cta_tiles
+            return first, Int32(1), blocks.minimum(schedule.cta_tiles, total - first)
+        return cta, ctas, (total - cta + ctas - 1) // ctas
+
+    def locate(self, schedule: Schedule, place: Int32) -> tuple[Tile, blocks.BlockRange]:
+        """The tile at a place of the order of work, and the key blocks it visits.
+
+        Tiles are ordered by section: some heads whose keys and values fit in L2 together, first the first
+        tile of each of them, then the second, and so on. Causal sections begin with the longest tiles, the
+        last.
+        """
+        section, place_in_section = divmod(place, schedule.section_tiles)
+        tile, head_in_section = divmod(place_in_section, schedule.section_heads)
+        batch, head = divmod(section * schedule.section_heads.divisor + head_in_section, schedule.heads)
+        query_length, head_dim, heads, _ = schedule.query_shape
+        key_length, _, kv_heads, _ = schedule.key_shape
+        if self.config.mask == "causal":
+            tile = cute.ceil_div(query_length, self.tile_m) - 1 - tile
+        work = Tile(
+            first_row=tile * self.tile_m,
+            batch=batch,
+            head=head,
+            kv_batch=batch // schedule.kv_outer * schedule.kv_inner.divisor + batch % schedule.kv_inner,
+            kv_head=head // schedule.group,
+            query_length=query_length,
+            key_length=key_length,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window_left=schedule.window_left,
+            window_right=schedule.window_right,
         )
         visited = blocks.block_range(
-            first_row,
+            work.first_row,
             tile_m=self.tile_m,
             tile_n=self.tile_n,
             query_length=query_length,
             key_length=key_length,
-            left=window_left if self.has_left else None,
+            left=schedule.window_left if self.has_left else None,
             right=self._right_bound(work),
         )
-
-        # The last section may have fewer heads than the others.
-        if flat_head < query_heads * query_batch:
-            if warp_index < 4:
-                cute.arch.setmaxregister_decrease(self.config.producer_registers)
-                if warp_index == 0:
-                    self.produce(
-                        (q_atom, q_coords[None, None, head, batch], s_rows),
-                        (k_atom, k_coords[None, None, kv_head, kv_batch], s_keys),
-                        (v_atom, v_coords[None, None, kv_head, kv_batch], s_values),
-                        q_full,
-                        k_pipeline,
-                        v_pipeline,
-                        tile * self.warpgroups,
-                        visited,
-                    )
-            else:
-                cute.arch.setmaxregister_increase(self.config.consumer_registers)
-                self.consume(
-                    (s_rows, s_keys, s_values),
-                    (o_atom, o_coords[None, None, head, batch]),
-                    q_full,
-                    k_pipeline,
-                    v_pipeline,
-                    Arrays(query, key, value, lse, scale),
-                    work,
-                    visited,
-                )
+        return work, visited
 
     def _right_bound(self, work: Tile) -> Any:
         """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
@@ -373,71 +428,57 @@ class AttentionForward:
     # -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(
-        self,
-        query: tuple,
-        key: tuple,
-        value: tuple,
-        q_full: cute.Pointer,
-        k_pipeline: Any,
-        v_pipeline: Any,
-        first_rows: Int32,
-        visited: blocks.BlockRange,
-    ):
-        """Load query rows once, then keys and values, each key block ahead of the values before it.
+    def produce(self, query: tuple, key: tuple, value: tuple, pipelines: Pipelines, schedule: Schedule):
+        """Load every tile's query rows, then keys and values, each key block ahead of the values before it.
 
-        Run by one whole warp: a TMA copy elects its issuing lane itself.
+        Run by one whole warp: a TMA copy elects its issuing lane itself. The loads of a tile begin as soon as
+        stages are free, under the end of the tile before.
         """
-        q_atom, q_coords, s_rows = query
-        g_rows = cute.local_tile(q_coords, (WARPGROUP_ROWS, self.head_dim), (None, 0))
-        s_rows, g_rows = self._tma_views(q_atom, s_rows, g_rows)
-        k_atom, k_coords, s_keys = key
-        g_keys = cute.local_tile(k_coords, (self.tile_n, self.head_dim), (None, 0))
-        s_keys, g_keys = self._tma_views(k_atom, s_keys, g_keys)
-        v_atom, v_coords, s_values = value
-        g_values = cute.local_tile(v_coords, (self.tile_n, self.head_dim), (None, 0))
-        s_values, g_values = self._tma_views(v_atom, s_values, g_values)
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, self.warpgroups)
+        k_state = pipeline.make_pipeline_state(producer, self.stages)
+        v_state = pipeline.make_pipeline_state(producer, self.stages)
+        block_tile = (self.tile_n, self.head_dim)
 
-        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-
-        k_pipeline.producer_acquire(k_state)
-        cute.copy(
-            k_atom,
-            g_keys[None, visited.stop - 1],
-            s_keys[None, k_state.index],
-            tma_bar_ptr=k_pipeline.producer_get_barrier(k_state),
-        )
-        k_state.advance()
-        for wg in cutlass.range_constexpr(self.warpgroups):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full + wg, WARPGROUP_ROWS * self.head_dim * 2)
-            cute.copy(q_atom, g_rows[None, first_rows + wg], s_rows[None, wg], tma_bar_ptr=q_full + wg)
-        for step in cutlass.range(visited.stop - 1 - visited.start, unroll=1):
-            block = visited.stop - 1 - step
-            k_pipeline.producer_acquire(k_state)
-            cute.copy(
-                k_atom,
-                g_keys[None, block - 1],
-                s_keys[None, k_state.index],
-                tma_bar_ptr=k_pipeline.producer_get_barrier(k_state),
+        first, distance, count = self.tile_places(schedule)
+        for index in cutlass.range(count, unroll=1):
+            work, visited = self.locate(schedule, first + index * distance)
+            kv = (None, None, work.kv_head, work.kv_batch)
+            queries = self._tma_tiles(
+                query, (None, None, work.head, work.batch), (WARPGROUP_ROWS, self.head_dim)
             )
+            keys = self._tma_tiles(key, kv, block_tile)
+            values = self._tma_tiles(value, kv, block_tile)
+
+            self.load(keys, visited.stop - 1, pipelines.key, k_state)
             k_state.advance()
-            v_pipeline.producer_acquire(v_state)
-            cute.copy(
-                v_atom,
-                g_values[None, block],
-                s_values[None, v_state.index],
-                tma_bar_ptr=v_pipeline.producer_get_barrier(v_state),
-            )
+            for wg in cutlass.range_constexpr(self.warpgroups):
+                self.load(queries, work.first_row // WARPGROUP_ROWS + wg, pipelines.query, q_state)
+                q_state.advance()
+            for step in cutlass.range(visited.stop - 1 - visited.start, unroll=1):
+                block = visited.stop - 1 - step
+                self.load(keys, block - 1, pipelines.key, k_state)
+                k_state.advance()
+                self.load(values, block, pipelines.value, v_state)
+                v_state.advance()
+            self.load(values, visited.start, pipelines.value, v_state)
             v_state.advance()
-        v_pipeline.producer_acquire(v_state)
+
+    def load(self, tiles: tuple, index: Int32, stages: Any, state: Any) -> None:
+        """Wait for the stage to be free, then start the copy of tile `index` into it."""
+        atom, shared, in_global = tiles
+        stages.producer_acquire(state)
         cute.copy(
-            v_atom,
-            g_values[None, visited.start],
-            s_values[None, v_state.index],
-            tma_bar_ptr=v_pipeline.producer_get_barrier(v_state),
+            atom,
+            in_global[None, index],
+            shared[None, state.index],
+            tma_bar_ptr=stages.producer_get_barrier(state),
         )
+
+    def _tma_tiles(self, operand: tuple, place: tuple, tile: tuple[int, int]) -> tuple[Any, Any, Any]:
+        """The copy atom of an operand, its shared stages and the tiles of one head, indexed in mode 1."""
+        atom, coords, shared = operand
+        return (atom, *self._tma_views(atom, shared, cute.local_tile(coords[place], tile, (None, 0))))
 
     def _tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
         """Shared and global views of a TMA copy, each with the tile in mode 0 and its index in mode 1."""
@@ -453,15 +494,13 @@ class AttentionForward:
         self,
         shared: tuple,
         store: tuple,
-        q_full: cute.Pointer,
-        k_pipeline: Any,
-        v_pipeline: Any,
+        pipelines: Pipelines,
         arrays: Arrays,
-        work: Tile,
-        visited: blocks.BlockRange,
+        schedule: Schedule,
     ):
-        """Compute 64 rows of one head: softmax(Q K^T) V and its log-sum-exp."""
+        """Compute 64 rows of each tile: softmax(Q K^T) V and its log-sum-exp."""
         s_rows, s_keys, s_values = shared
+        k_pipeline, v_pipeline = pipelines.key, pipelines.value
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         lane = thread % 32
@@ -485,22 +524,13 @@ class AttentionForward:
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
         correction = cute.make_rmem_tensor(2, Float32)
-        row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
-        acc.fill(0.0)
-
-        # First of the thread's two rows, and its first column in a block.
-        row = work.first_row + wg * WARPGROUP_ROWS + thread // 32 * 16 + lane // 4
+        # Of the thread's two rows the first, in the warpgroup's 64, and of its columns the first, in a block.
+        row_in_group = thread // 32 * 16 + lane // 4
         column = lane % 4 * 2
 
         scale = cute.arch.load(arrays.scale, Float32)
         magnitude = cute.arch.fmax(scale, -scale, nan=True)
         factor = cutlass.select_(magnitude == Float32(0.0), Float32(TINY_SCALE), magnitude * LOG2_E)
-
-        cute.arch.mbarrier_wait(q_full + wg, 0)
-        if scale < Float32(0.0):
-            self.negate(s_rows[None, None, wg].iterator, thread)
-            self.sync_warpgroup(wg)
 
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -508,56 +538,76 @@ class AttentionForward:
             # The first warpgroup needs a turn to begin with; it comes from the last.
             self.pass_turn(wg)
 
-        # The block visited first: it takes every mask, and nothing is in flight beside it.
-        k_pipeline.consumer_wait(k_state)
-        self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
-        warpgroup.wait_group(0)
-        k_pipeline.consumer_release(k_state)
-        k_state.advance()
-        self.apply_mask(
-            scores, work, row, (visited.stop - 1) * self.tile_n + column, right=True, left=self.has_left
-        )
-        self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=True)
-        self.round_pairs(scores, pairs)
+        first, distance, count = self.tile_places(schedule)
+        for index in cutlass.range(count, unroll=1):
+            work, visited = self.locate(schedule, first + index * distance)
+            row = work.first_row + wg * WARPGROUP_ROWS + row_in_group
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+            acc.fill(0.0)
+            q_state = pipeline.PipelineState(self.warpgroups, Int32(0), wg, index % 2)
+            pipelines.query.consumer_wait(q_state)
+            if scale < Float32(0.0):
+                self.negate(s_rows[None, None, wg].iterator, thread)
+                self.sync_warpgroup(wg)
 
-        # Each loop: blocks from `high` down to `low`, and the masks they take.
-        loops = [(visited.stop - 1, visited.left_masked, False, False)]
-        if cutlass.const_expr(self.has_right):
-            interior_stop = visited.right_masked
-            loops = [
-                (visited.stop - 1, interior_stop, True, self.has_left),
-                (interior_stop, visited.left_masked, False, False),
-            ]
-        if cutlass.const_expr(self.has_left):
-            left_stop = blocks.minimum(visited.right_masked, visited.left_masked)
-            loops = [*loops, (left_stop, visited.start, False, True)]
-        for high, low, right, left in loops:
-            for step in cutlass.range(high - low, unroll=1):
-                k_pipeline.consumer_wait(k_state)
-                self.take_turn(wg)
-                self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
-                v_pipeline.consumer_wait(v_state)
-                self.issue_output(pv, acc, weights, frag_v, v_state.index)
-                self.pass_turn(wg)
-                warpgroup.wait_group(1)
-                k_pipeline.consumer_release(k_state)
-                k_state.advance()
-                origin = (high - 1 - step) * self.tile_n + column
-                self.apply_mask(scores, work, row, origin, right=right, left=left)
-                self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=right or left)
-                # P and O may be touched only when the matmul that uses them has ended.
-                warpgroup.wait_group(0)
-                v_pipeline.consumer_release(v_state)
-                v_state.advance()
-                self.round_pairs(scores, pairs)
-                self.rescale(acc, correction)
+            # The block visited first: it takes every mask, and nothing is in flight beside it.
+            k_pipeline.consumer_wait(k_state)
+            self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+            warpgroup.wait_group(0)
+            k_pipeline.consumer_release(k_state)
+            k_state.advance()
+            self.apply_mask(
+                scores, work, row, (visited.stop - 1) * self.tile_n + column, right=True, left=self.has_left
+            )
+            self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=True)
+            self.round_pairs(scores, pairs)
 
-        v_pipeline.consumer_wait(v_state)
-        self.issue_output(pv, acc, weights, frag_v, v_state.index)
-        warpgroup.wait_group(0)
-        v_pipeline.consumer_release(v_state)
+            # Each loop: blocks from `high` down to `low`, and the masks they take.
+            loops = [(visited.stop - 1, visited.left_masked, False, False)]
+            if cutlass.const_expr(self.has_right):
+                interior_stop = visited.right_masked
+                loops = [
+                    (visited.stop - 1, interior_stop, True, self.has_left),
+                    (interior_stop, visited.left_masked, False, False),
+                ]
+            if cutlass.const_expr(self.has_left):
+                left_stop = blocks.minimum(visited.right_masked, visited.left_masked)
+                loops = [*loops, (left_stop, visited.start, False, True)]
+            for high, low, right, left in loops:
+                for step in cutlass.range(high - low, unroll=1):
+                    k_pipeline.consumer_wait(k_state)
+                    self.take_turn(wg)
+                    self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+                    v_pipeline.consumer_wait(v_state)
+                    self.issue_output(pv, acc, weights, frag_v, v_state.index)
+                    self.pass_turn(wg)
+                    warpgroup.wait_group(1)
+                    k_pipeline.consumer_release(k_state)
+                    k_state.advance()
+                    origin = (high - 1 - step) * self.tile_n + column
+                    self.apply_mask(scores, work, row, origin, right=right, left=left)
+                    self.softmax(
+                        scores, row_max, row_sum, correction, factor, rows_may_be_empty=right or left
+                    )
+                    # P and O may be touched only when the matmul that uses them has ended.
+                    warpgroup.wait_group(0)
+                    v_pipeline.consumer_release(v_state)
+                    v_state.advance()
+                    self.round_pairs(scores, pairs)
+                    self.rescale(acc, correction)
 
-        self.finish(s_rows, store, acc, (row_max, row_sum), (scale, factor), arrays, work, row)
+            # No score of this tile is left to compute.
+            pipelines.query.consumer_release(q_state)
+            v_pipeline.consumer_wait(v_state)
+            self.issue_output(pv, acc, weights, frag_v, v_state.index)
+            warpgroup.wait_group(0)
+            v_pipeline.consumer_release(v_state)
+            v_state.advance()
+            self.finish(store, acc, (row_max, row_sum), (scale, factor), arrays, work, row)
+
+        # Shared memory must outlive the stores that read it.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def issue_scores(self, qk: Any, scores: Any, frag_q: Any, frag_k: Any, stage: Int32) -> None:
         """Start S = Q K^T on the key block in `stage`."""
@@ -686,7 +736,6 @@ class AttentionForward:
     @cute.jit
     def finish(
         self,
-        s_rows: cute.Tensor,
         store: tuple,
         acc: cute.Tensor,
         statistics: tuple,
@@ -727,9 +776,12 @@ class AttentionForward:
             )
             suspect[r] = suspect[r] or probe != Float32(0.0)
 
-        # The query tile becomes the out tile: both belong to this warpgroup alone.
+        # The store of the tile before must have read the stage.
+        o_atom, o_coords, s_outs = store
+        s_out = s_outs[None, None, wg]
+        if warp_in_group == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync_warpgroup(wg)
-        s_out = s_rows[None, None, wg]
         pairs = cute.make_rmem_tensor(cute.size(acc) // 2, Uint32)
         self.round_pairs(acc, pairs)
         rounded = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=self.dtype), acc.layout)
@@ -749,13 +801,14 @@ class AttentionForward:
 
         cute.arch.fence_view_async_shared()
         self.sync_warpgroup(wg)
-        o_atom, o_coords = store
         if warp_in_group == 0:
-            g_rows = cute.local_tile(o_coords, (WARPGROUP_ROWS, self.head_dim), (None, 0))
-            s_view, g_view = self._tma_views(o_atom, s_rows, g_rows)
+            _, s_view, g_view = self._tma_tiles(
+                (o_atom, o_coords, s_outs),
+                (None, None, work.head, work.batch),
+                (WARPGROUP_ROWS, self.head_dim),
+            )
             cute.copy(o_atom, s_view[None, wg], g_view[None, work.first_row // WARPGROUP_ROWS + wg])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def repair(

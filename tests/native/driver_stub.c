@@ -209,6 +209,21 @@ int cuCtxGetId(uint64_t context, unsigned long long* id) {
   return end(code);
 }
 
+int cuCtxGetDevice(int* device) {
+  const int code = begin("cuCtxGetDevice");
+  *device = 3;
+  append(", \"device\": %d", *device);
+  return end(code);
+}
+
+// An H200 has 132 multiprocessors, attribute 16.
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  const int code = begin("cuDeviceGetAttribute");
+  *value = attribute == 16 ? 132 : -1;
+  append(", \"attribute\": %d, \"device\": %d", attribute, device);
+  return end(code);
+}
+
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   const int code = begin("cuThreadExchangeStreamCaptureMode");
   append(", \"mode\": %d", *mode);
