@@ -81,8 +81,10 @@ sanitize() {
 export -f sanitize
 export python
 
+# The plugins that the tests use and no other: whatever else the host has would warn, and warnings are errors.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 step tests "${LIMIT_TESTS:-540}" "$out/tests.log" \
-  "$python" -P -m pytest -m gpu -n "$workers" --dist worksteal -p no:cacheprovider --junitxml "$out/tests.xml" \
+  "$python" -P -m pytest -p xdist.plugin -p pytest_timeout -m gpu -n "$workers" --dist worksteal -p no:cacheprovider --junitxml "$out/tests.xml" \
   --durations 25 ${TESTS:-} tests/gpu
 step sanitize "${LIMIT_SANITIZE:-300}" "$out/sanitize.log" bash -c sanitize
 export PYTHONPATH=$PYTHONPATH${PEERS:+:$PEERS}

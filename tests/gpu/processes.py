@@ -5,7 +5,7 @@ A process of its own is needed where the first call counts, or where XLA's flags
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import subprocess
 import sys
@@ -81,8 +81,8 @@ def _first(index: int, path: str) -> None:
 
 
 def _replay(path: str) -> None:
-    """REPLAYS runs of one program over changing inputs in changing buffers, and whether it was run as a CUDA
-    graph.
+    """REPLAYS runs of one program over changing inputs in changing buffers; prints how many launches as many runs
+    more over one set of buffers come to.
     """
     import jax
     from harness import kernel
@@ -102,25 +102,27 @@ def _replay(path: str) -> None:
             keep.append(arrays)
         results += program(arrays)
     _save(path, results)
-    print(json.dumps(_driver_calls(lambda: jax.block_until_ready(program(arrays)))))
+    print(_launches_of(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
 
 
-def _driver_calls(function) -> dict[str, int]:
-    """How many launches of graphs and of kernels the profiler sees while `function` runs three times."""
-    import jax
+def _launches_of(function, runs: int) -> int:
+    """How many kernels the library launched while `function` ran on the same buffers `runs` times.
 
-    counts = {"graph": 0, "kernel": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(3):
-                function()
-        for file in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines:
-                    for event in line.events:
-                        counts["graph"] += "GraphLaunch" in event.name
-                        counts["kernel"] += "LaunchKernel" in event.name
-    return counts
+    A graph that is replayed does not come by the library again.
+    """
+    from importlib.resources import files
+
+    class Counters(ctypes.Structure):  # R2pCounters of ffi/c_api.h
+        _fields_ = (("loads", ctypes.c_uint64), ("launches", ctypes.c_uint64))
+
+    library = ctypes.CDLL(str(files("jax_r2p") / "libjax_r2p.so"))  # the one that jax uses: loaded once
+    counters = Counters()
+    library.r2p_counters(ctypes.byref(counters))
+    before = counters.launches
+    for _ in range(runs):
+        function()
+    library.r2p_counters(ctypes.byref(counters))
+    return counters.launches - before
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -41,14 +40,13 @@ def test_first_call_of_a_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def replays(tmp_path_factory):
-    """Per setting of CUDA graphs: the results of all replays and the launches the profiler saw."""
+    """Per setting of CUDA graphs: the results of all runs, and how many launches later runs came to."""
     folder = tmp_path_factory.mktemp("replays")
 
     def one(name):
-        flags = f"{GRAPHS[name]} --xla_enable_command_buffers_during_profiling=true"
         path = folder / f"{name}.npz"
-        launches = start("replay", str(path), timeout=180, XLA_FLAGS=flags).strip().splitlines()[-1]
-        return load(path), json.loads(launches)
+        launches = start("replay", str(path), timeout=180, XLA_FLAGS=GRAPHS[name]).strip().splitlines()[-1]
+        return load(path), int(launches)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(GRAPHS, pool.map(one, GRAPHS), strict=True))
@@ -85,9 +83,7 @@ def test_graphs_see_new_inputs(replays):
 
 
 def test_graphs_were_used(replays):
-    """The setting did what this file relies on: graph launches with it, none without."""
-    on, off = replays["on"][1], replays["off"][1]
-    if not off["kernel"]:
-        pytest.skip("the profiler recorded no launches on this machine")
-    assert off["graph"] == 0, off
-    assert on["graph"] > 0, on
+    """The setting did what this file relies on: replays do not come by the library, plain runs do."""
+    plain = REPLAYS * len(replay_calls())
+    assert replays["off"][1] == plain
+    assert replays["on"][1] < plain
