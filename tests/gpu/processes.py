@@ -81,8 +81,9 @@ def _first(index: int, path: str) -> None:
 
 
 def _replay(path: str) -> None:
-    """REPLAYS runs of one program over changing inputs in changing buffers; prints how many launches as many runs
-    more over one set of buffers come to.
+    """REPLAYS runs of one program over changing inputs in changing buffers.
+
+    Prints how many launches as many runs more, over one set of buffers, come to.
     """
     import jax
     from harness import kernel
