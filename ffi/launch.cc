@@ -253,8 +253,7 @@ Status MakeSchedule(const Problem& problem, const Variant& variant, int32_t mult
     // Half the key blocks, on average.
     const int64_t blocks = CeilDivide(CeilDivide(problem.keys, variant.tile_n) + 1, 2);
     schedule->cta_tiles = std::clamp<int64_t>(kCausalBlocks / blocks, 1, kMaxCausalTiles);
-    schedule->cta_tiles =
-        std::clamp<int64_t>(tiles / (kMinCausalRounds * resident), 1, schedule->cta_tiles);
+    schedule->cta_tiles = std::clamp<int64_t>(tiles / (kMinCausalRounds * resident), 1, schedule->cta_tiles);
     schedule->ctas = CeilDivide(tiles, schedule->cta_tiles);
   } else {
     schedule->ctas = std::min(tiles, resident);
@@ -328,10 +327,10 @@ Status Enqueue(const Driver& driver, CUfunction function, const Variant& variant
   config.sharedMemBytes = static_cast<unsigned int>(variant.shared_memory);
   config.hStream = stream;
   // The driver copies the parameters before it returns.
-  R2P_DRIVER_CALL(driver, cuLaunchKernelEx,
-                  Text("variant '", variant.name, "' with ", ctas, " blocks of ", variant.threads,
-                       " threads"),
-                  &config, function, pointers, nullptr);
+  R2P_DRIVER_CALL(
+      driver, cuLaunchKernelEx,
+      Text("variant '", variant.name, "' with ", ctas, " blocks of ", variant.threads, " threads"), &config,
+      function, pointers, nullptr);
   launch_count.fetch_add(1, std::memory_order_relaxed);
   return Status();
 }
