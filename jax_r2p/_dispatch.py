@@ -23,6 +23,9 @@ _ARCHS = {HOPPER: "sm_90a"}
 """The kernels' target by compute capability. Code for an "a" target runs on exactly that capability."""
 
 _KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+_BATCH_STRIDE_LIMIT = 1 << 40
+"""Bytes: as far as the tensor memory accelerator reaches in one dimension."""
+
 _HEAD_DIM_MULTIPLE = 8
 """Elements: the tensor memory accelerator wants strides of whole 16 bytes."""
 
@@ -78,6 +81,9 @@ def choose(
     for name, size in (("T", queries), ("S", keys), ("batch size times N", math.prod(batch) * heads)):
         if size > UNBOUNDED:
             return f"no kernel takes {name} = {size}; at most {UNBOUNDED} has one"
+    for name, shape in (("query", query_shape), ("key", key_shape)):
+        if math.prod(shape[-3:]) * dtype.itemsize >= _BATCH_STRIDE_LIMIT:
+            return f"no kernel takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
     if capability not in _ARCHS:
         major, minor = capability
         return f"no kernel for compute capability {major}.{minor}; 9.0 (Hopper) has one"

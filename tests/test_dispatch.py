@@ -64,6 +64,11 @@ def test_bounds_that_hide_nothing_cost_nothing(spec, lengths, mask):
             f"no kernel takes batch size times N = {1 << 31}; at most {UNBOUNDED} has one",
         ),
         (
+            {"t": 1 << 29, "n": 16},
+            f"no kernel takes query of shape (2, {1 << 29}, 16, 64); "
+            "less than 2^40 bytes in a batch entry has one",
+        ),
+        (
             {"batch": (1 << 20,), "n": 16, "t": 64 * 128},
             f"no kernel takes {43 << 24} tiles of 192 query rows; at most {UNBOUNDED} has one",
         ),

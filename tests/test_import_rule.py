@@ -83,7 +83,12 @@ def test_build_time_uses_only_what_is_shared(folder):
 def python(code: str) -> str:
     """Runs code in a fresh interpreter and returns what it prints."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True, timeout=120
+        # -P: the installed package, not the checkout that a test run starts in.
+        [sys.executable, "-P", "-W", "error", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
     ).stdout.strip()
 
 
