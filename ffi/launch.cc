@@ -26,11 +26,11 @@ constexpr int32_t kWarpgroupRows = 64;   // each warpgroup loads and stores its 
 constexpr int64_t kL2Budget = int64_t{16} << 20;  // bytes
 constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a divisor; L2 does not care beyond
 
-// A causal thread block takes tiles until it has about this many key blocks of work, so that starting it
-// costs little, but leaves enough thread blocks for the GPU to balance.
-constexpr int64_t kCausalBlocks = 32;
-constexpr int64_t kMaxCausalTiles = 8;
-constexpr int64_t kMinCausalRounds = 8;
+// A causal thread block takes this many tiles, so that its start and end are hidden three times out of four.
+// The last ones take a single tile each, as many as keep every SM busy this many times over: tiles differ in
+// length, and these even out what the others left.
+constexpr int64_t kCausalTiles = 4;
+constexpr int64_t kSingleRounds = 4;
 
 // (rows, head dim, heads, batch) of an array, as the kernels take them.
 struct Dims {
@@ -223,7 +223,7 @@ int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); 
 struct Schedule {
   int64_t section_heads;  // heads whose tiles are neighbours in the order of work
   int64_t section_tiles;  // tiles of a section
-  int64_t cta_tiles;      // tiles of a causal thread block; the others share all tiles evenly
+  int64_t cta_tiles;      // tiles of a causal thread block, except the last ones
   int64_t ctas;           // thread blocks
 };
 
@@ -248,13 +248,11 @@ Status MakeSchedule(const Problem& problem, const Variant& variant, int32_t mult
   const int64_t tiles = head_tiles * problem.batch * problem.heads;
   const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
 
-  *schedule = Schedule{section_groups * group, section_groups * group * head_tiles, 1, 0};
+  *schedule = Schedule{section_groups * group, section_groups * group * head_tiles, kCausalTiles, 0};
   if (variant.is_causal) {
-    // Half the key blocks, on average.
-    const int64_t blocks = CeilDivide(CeilDivide(problem.keys, variant.tile_n) + 1, 2);
-    schedule->cta_tiles = std::clamp<int64_t>(kCausalBlocks / blocks, 1, kMaxCausalTiles);
-    schedule->cta_tiles = std::clamp<int64_t>(tiles / (kMinCausalRounds * resident), 1, schedule->cta_tiles);
-    schedule->ctas = CeilDivide(tiles, schedule->cta_tiles);
+    const int64_t singles = std::max(schedule->section_tiles, kSingleRounds * resident);
+    const int64_t several = std::max<int64_t>(tiles - singles, 0) / kCausalTiles;
+    schedule->ctas = several + tiles - several * kCausalTiles;
   } else {
     schedule->ctas = std::min(tiles, resident);
   }

@@ -111,8 +111,11 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     )
     assert section_tiles == section_heads * -(-rows // variant.tile_m)
     assert batch * heads % section_heads == 0
+    assert cta_tiles == 4
     if variant.mask == "causal":
-        assert packed["grid"] == [-(-tiles // cta_tiles), 1, 1]
+        # The last tiles go to a thread block each: a section's, or four for each of 132 multiprocessors.
+        several = max(tiles - max(section_tiles, 4 * 132 * variant.min_blocks), 0) // 4
+        assert packed["grid"] == [several + tiles - 4 * several, 1, 1]
     else:
         # As many thread blocks as the stub's 132 multiprocessors hold.
         assert packed["grid"] == [min(tiles, 132 * variant.min_blocks), 1, 1]
@@ -258,21 +261,19 @@ def test_sections(process: StubProcess, query: Any, key: Any, section_heads: int
 
 
 @pytest.mark.parametrize(
-    ("shape", "cta_tiles"),
+    ("query", "key", "ctas"),
     [
-        # 128 rows and 128 keys a tile. 4096 tiles are 31 for each of the stub's 132 multiprocessors.
-        ((4, 8192, 16, 128), 1),  # 32 key blocks a tile on average
-        ((16, 2048, 16, 128), 3),  # 8 a tile would allow 4, but 31 tiles are to make 8 rounds
-        ((64, 2048, 16, 128), 3),  # 9, rounded up, allow 3
-        ((256, 512, 16, 128), 8),  # 3 a tile would allow 10
-        ((2, 512, 16, 128), 1),  # few tiles: one each
+        # 128 rows a tile. 4096 tiles: the last 528 or more alone, 892 times four before them.
+        ((4, 8192, 16, 128), (4, 8192, 16, 128), 892 + 528),
+        # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
+        ((4, 8192, 32, 128), (4, 8192, 4, 128), 6144 // 4 + 2048),
+        ((2, 512, 16, 128), (2, 512, 16, 128), 128),
+        ((1, 531 * 128, 1, 128), (1, 64, 1, 128), 531),
+        ((1, 532 * 128, 1, 128), (1, 64, 1, 128), 532),
     ],
 )
-def test_causal_tiles_of_a_thread_block(process: StubProcess, shape: Any, cta_tiles: int):
-    packed = process.pack(BF16_D128, make_call(BF16_D128, shape))
-    assert number(packed["parameters"]["cta_tiles"]) == cta_tiles
-    tiles = shape[0] * shape[2] * shape[1] // 128
-    assert packed["grid"] == [-(-tiles // cta_tiles), 1, 1]
+def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: int):
+    assert process.pack(BF16_D128, make_call(BF16_D128, query, key))["grid"] == [ctas, 1, 1]
 
 
 # Refusals. Each row: what is changed in a valid call, and what the error has to say.

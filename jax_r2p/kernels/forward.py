@@ -359,14 +359,16 @@ class AttentionForward:
         """This CTA's tiles as places in the order of `locate`: the first, the distance to the next, how many.
 
         Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU. Causal ones are not
-        equal: a CTA takes a few in a row, and the GPU starts the next CTA where one has ended.
+        equal: there the first CTAs take `cta_tiles` in a row each, the last ones a single tile, and the GPU
+        starts the next CTA where one has ended. How many take several follows from the number of CTAs.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         query_length, _, heads, batch = schedule.query_shape
         total = cute.ceil_div(query_length, self.tile_m) * heads * batch
         if self.config.mask == "causal":
-            first = cta * schedule.cta_tiles
-            return first, Int32(1), blocks.minimum(schedule.cta_tiles, total - first)
+            several = (total - ctas) // blocks.maximum(schedule.cta_tiles - 1, 1)
+            first = cta + blocks.minimum(cta, several) * (schedule.cta_tiles - 1)
+            return first, Int32(1), cutlass.select_(cta < several, schedule.cta_tiles, Int32(1))
         return cta, ctas, (total - cta + ctas - 1) // ctas
 
     def locate(self, schedule: Schedule, place: Int32) -> tuple[Tile, blocks.BlockRange]:

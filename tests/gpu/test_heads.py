@@ -57,16 +57,31 @@ def test_strange_counts(h):
     "mask", [{}, {"is_causal": True}, {"window": (20_000, 5)}], ids=["none", "causal", "window"]
 )
 def test_sections_that_do_not_divide(mask):
-    """Keys and values so long that only a few heads share the L2 cache: the grid is split, the last part is
-    partial.
-    """
+    """Keys and values so long that few heads share the L2 cache, and numbers of heads that few divide."""
     check(
         [
-            Call(t=130, s=32_771, b=1, n=5, k=5, h=128, **mask),  # 16 MiB a key head: two to a section
+            Call(t=130, s=32_771, b=1, n=5, k=5, h=128, **mask),  # 16 MiB a key head: one to a section
             Call(
                 t=130, s=32_771, b=3, n=9, k=3, h=64, **mask
             ),  # shared heads, and sections across batch entries
             Call(t=65, s=16_390, b=5, n=7, k=7, h=128, **mask),
+        ]
+    )
+
+
+@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"window": (90, 20)}], ids=["none", "causal", "window"]
+)
+def test_more_tiles_than_the_gpu_holds(h, mask):
+    """CTAs go on to further tiles: of other heads, other batch entries and shared keys, partial ones too.
+
+    At least 900 tiles, of which an H200 holds 132 to 396 at a time, and enough that causal CTAs take several.
+    """
+    check(
+        [
+            Call(t=700, b=10, n=24, k=24, h=h, **mask),
+            Call(t=389, s=517, b=9, n=36, k=4, h=h, **mask),
         ]
     )
 

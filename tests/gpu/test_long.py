@@ -90,15 +90,21 @@ def test_long_causal_rows():
     assert np.abs(np.asarray(residual[0, 0]) - np.asarray(want_residual)).max() < 1e-4
 
 
-def test_many_heads_and_batches():
-    """More blocks than a grid's second and third dimension may have (65535), and than 2^16 batch entries."""
+@pytest.mark.parametrize(
+    ("mask", "left", "right"),
+    [({}, None, None), ({"is_causal": True}, None, 0), ({"local_window_size": (1, 0)}, 1, 0)],
+    ids=["none", "causal", "window"],
+)
+def test_many_heads_and_batches(mask, left, right):
+    """More than 2^16 batch entries, with a tile each: hundreds of tiles for every CTA."""
     b = 70_000
     rng = np.random.default_rng(0)
     base = rng.standard_normal((3, 7, 3, 1, 64), np.float32)
     q, key, v = (jnp.asarray(np.resize(x, (b, 3, 1, 64)), jnp.bfloat16) for x in base)
-    out, residual = jax.jit(kernel)(q, key, v)
+    out, residual = jax.jit(lambda *a: kernel(*a, **mask))(q, key, v)
     few = slice(0, 7)
-    [want] = expected([Problem(query=np.asarray(q[few]), key=np.asarray(key[few]), value=np.asarray(v[few]))])
+    arrays = {name: np.asarray(x[few]) for name, x in (("query", q), ("key", key), ("value", v))}
+    [want] = expected([Problem(**arrays, left=left, right=right)])
     compare(out[few], np.swapaxes(np.asarray(residual[few]), 1, 2), want, name="the first seven")
     full = np.asarray(out).view(np.uint16)
     np.testing.assert_array_equal(full, np.resize(full[few], full.shape))
