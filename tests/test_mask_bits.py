@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -85,7 +90,7 @@ bounds = st.one_of(st.none(), st.integers(0, 600), st.just(UNBOUNDED))
     key_length=st.integers(1, 400),
     left=bounds,
     right=bounds,
-    tile_n=st.sampled_from([16, 64, 128, 176, 256]),
+    tile_n=st.sampled_from([16, 64, 128, 160, 256]),
     lane=st.integers(0, 3),
     data=st.data(),
 )
@@ -124,3 +129,61 @@ def test_rows_and_elements_fill_the_accumulator() -> None:
     """A thread's two rows cover its registers of the score tile, each once."""
     indices = [mask.score_index(row, element) for row in range(2) for element in ELEMENTS]
     assert sorted(indices) == list(range(2 * len(ELEMENTS)))
+
+
+# What is done to the scores. The traced code is straight-line, so with the compiler's types replaced by plain
+# ones the very same functions run on lists.
+
+
+@contextlib.contextmanager
+def plain_types() -> Iterator[None]:
+    with (
+        mock.patch.object(mask.cutlass, "select_", lambda condition, a, b: a if condition else b),
+        mock.patch.object(mask.cute, "size", len),
+        mock.patch.object(mask, "Boolean", bool),
+        mock.patch.object(mask, "Uint32", int),
+    ):
+        yield
+
+
+@given(
+    bounds=st.one_of(
+        st.tuples(st.tuples(limits), st.just(())),
+        st.tuples(st.tuples(limits, limits), st.just(())),
+        st.tuples(st.just(()), st.tuples(limits, limits)),
+        st.tuples(st.tuples(limits, limits), st.tuples(limits, limits)),
+    ),
+    tile_n=st.sampled_from([16, 64, 128, 160, 256]),
+)
+def test_both_lowerings_hide_the_same_scores(bounds: tuple[tuple[int, ...], ...], tile_n: int) -> None:
+    """R2P and compares, for one bound that both rows share, for one each, and for a window."""
+    below, above = bounds
+    count = tile_n // 2
+    by_bits, by_compares = [list(map(float, range(count))) for _ in range(2)]
+    places = {
+        mask.score_index(r, e): (r, mask.element_column(e)) for r in range(2) for e in range(count // 2)
+    }
+    with plain_types():
+        mask.apply_r2p(by_bits, below=below, above=above)
+        mask.apply_compare(
+            by_compares,
+            [places[index] for index in range(count)],
+            below=(lambda row: below[row % len(below)]) if below else None,
+            above=(lambda row: above[row]) if above else None,
+        )
+    for index, (row, column) in places.items():
+        kept = not below or column < below[row % len(below)]
+        kept = kept and (not above or column >= above[row])
+        assert by_bits[index] == by_compares[index] == (index if kept else -math.inf), (row, column)
+
+
+def test_compares_take_a_transposed_tile() -> None:
+    """With A and B swapped a thread's registers run along the rows: coordinates say which is which."""
+    scores = [float(i) for i in range(6)]
+    coordinates = [(column, row) for row in range(3) for column in (4, 5)]
+    with plain_types():
+        mask.apply_compare(
+            scores, coordinates, below=lambda row: row + 4, above=lambda row: 2 * row + 2, swapped=True
+        )
+    # Row 0 sees columns 2 to 3, row 1 column 4, row 2 none of 6 to 5.
+    assert scores == [-math.inf, -math.inf, 2.0, -math.inf, -math.inf, -math.inf]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 import textwrap
 
 import pytest
@@ -79,6 +81,27 @@ def test_interior_has_no_mask(kernel: tuple[Variant, sass.Kernel]) -> None:
     _, code = kernel
     (interior,) = loops_over_blocks(code)[1]
     assert interior.counts(["R2P", "FSEL"]) == {"R2P": 0, "FSEL": 0}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="cutlass is not installed")
+def test_compare_lowering_masks_by_compares() -> None:
+    """The second lowering: no R2P, and two compares an element where a window has two bounds."""
+    from jax_r2p.aot.compile import compile_variants
+
+    row = VARIANTS["fwd_bf16_d64_window"]
+    config = dataclasses.replace(row.config, mask_lowering="compare")
+    [compiled] = compile_variants([dataclasses.replace(row, config=config)])
+    try:
+        code = sass.disassemble(compiled.cubin)
+    except sass.NvdisasmNotFoundError as error:
+        pytest.skip(str(error))
+    elements = ROWS_OF_THREAD * config.tile_n // 4
+    loops = sorted((loop.count("ISETP") for loop in code.innermost_loops("HGMMA", "MUFU")), reverse=True)
+    assert code.count("R2P") == 0
+    # Both bounds, the left one alone, and none.
+    assert loops[0] >= 2 * elements
+    assert elements <= loops[1] < 2 * elements
+    assert loops[2] < elements // 2
 
 
 def test_no_local_memory(kernel: tuple[Variant, sass.Kernel]) -> None:
