@@ -117,8 +117,7 @@ class AttentionForward:
         self.has_right = config.mask in ("causal", "window")
         self.ping_pong = config.ping_pong and self.warpgroups > 1
 
-    # Host side
-    # ------------------------------------------------------------------------------------------------
+    # Host side -------------------------------------------------------------------------------------------
 
     @cute.jit
     def __call__(
@@ -141,9 +140,10 @@ class AttentionForward:
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
 
         query, out: (batch, query_length, heads, head_dim); key, value: (kv_batch, key_length, kv_heads,
-        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. section_heads:
-        heads whose tiles run next to each other, so that their keys and values stay in L2. Batch b of the
-        query uses batch b // kv_outer * kv_inner + b % kv_inner of key and value.
+        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. Batch b of the
+        query uses batch b // kv_outer * kv_inner + b % kv_inner of key and value. section_heads: heads whose
+        tiles run next to each other, so that their keys and values stay in L2; a divisor of their number.
+        ctas, cta_tiles: see `tile_places`.
         """
         # (batch, length, heads, head_dim) -> (length, head_dim, heads, batch)
         by_length = [1, 3, 2, 0]
@@ -245,8 +245,7 @@ class AttentionForward:
         matmul.set(warpgroup.Field.ACCUMULATE, accumulate)
         return matmul
 
-    # Device side
-    # ----------------------------------------------------------------------------------------------
+    # Device side -----------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(
@@ -352,8 +351,7 @@ class AttentionForward:
                 schedule,
             )
 
-    # Schedule
-    # ------------------------------------------------------------------------------------------------
+    # Schedule --------------------------------------------------------------------------------------------
 
     def tile_places(self, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
         """This CTA's tiles as places in the order of `locate`: the first, the distance to the next, how many.
@@ -426,8 +424,7 @@ class AttentionForward:
             row, query_length=work.query_length, key_length=work.key_length, left=work.window_left
         )
 
-    # Producer
-    # -------------------------------------------------------------------------------------------------
+    # Producer --------------------------------------------------------------------------------------------
 
     @cute.jit
     def produce(self, query: tuple, key: tuple, value: tuple, pipelines: Pipelines, schedule: Schedule):
@@ -480,16 +477,13 @@ class AttentionForward:
     def _tma_tiles(self, operand: tuple, place: tuple, tile: tuple[int, int]) -> tuple[Any, Any, Any]:
         """The copy atom of an operand, its shared stages and the tiles of one head, indexed in mode 1."""
         atom, coords, shared = operand
-        return (atom, *self._tma_views(atom, shared, cute.local_tile(coords[place], tile, (None, 0))))
-
-    def _tma_views(self, atom: Any, shared: Any, tiles: Any) -> tuple[Any, Any]:
-        """Shared and global views of a TMA copy, each with the tile in mode 0 and its index in mode 1."""
-        return cpasync.tma_partition(
+        tiles = cute.local_tile(coords[place], tile, (None, 0))
+        views = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
+        return (atom, *views)
 
-    # Consumers
-    # ------------------------------------------------------------------------------------------------
+    # Consumers -------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
