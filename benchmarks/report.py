@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rivals import OURS
-from workloads import DENSE_PEAK_TFLOPS, Workload
+from workloads import DENSE_PEAK_TFLOPS, WORKLOADS, Workload
 
 Row = dict[str, Any]
 
@@ -55,11 +55,15 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Rows as {case: {implementation: row}}; a later row of the same pair replaces an earlier one."""
+    """Rows as {case: {implementation: row}}, in the order of the workloads.
+
+    A later row of the same pair replaces an earlier one.
+    """
     table: dict[str, dict[str, Row]] = {}
     for row in rows:
         table.setdefault(row["case"], {})[row["impl"]] = row
-    return table
+    order = {w.name: place for place, w in enumerate(WORKLOADS)}
+    return dict(sorted(table.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _cell(row: Row | None) -> str:
@@ -101,7 +105,7 @@ def markdown(rows: Sequence[Row]) -> str:
     )
     about = (
         f"Forward, bf16, median milliseconds a call (lower is better). {device}, driver {driver}, jax {jax}, "
-        f"jax_r2p {package} at commit {commit}, {date[:10]}."
+        f"jax_r2p {package} at commit {commit}, {date[:10]}. An empty cell was not run."
     )
     align = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join([about, "", *(f"| {' | '.join(cells)} |" for cells in (header, align, *lines))]) + "\n"
@@ -158,7 +162,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.bar(places + (i - (len(names) - 1) / 2) * width, heights, width, label=name)
     axes.set_xticks(places, list(cases), rotation=40, ha="right", fontsize=8)
     axes.set_ylabel("TFLOP/s (visible pairs only)")
-    axes.set_title(str(rows[0].get("device", "")) if rows else "")
-    axes.legend(fontsize=8)
+    if rows:
+        device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))
+        axes.set_title(f"{device}, {date[:10]}, commit {commit[:12]}", fontsize=9)
+    figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -68,13 +68,12 @@ step() { # step NAME LIMIT LOG COMMAND...: runs it if asked for, with a limit, a
 sanitize() {
   local tool=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)}
   [[ -n $tool ]] || { echo "compute-sanitizer is not installed"; return 1; }
-  # one allocation per array, so that a step outside an array is seen; only our kernels are instrumented
+  # one allocation per array, so that a step outside an array is seen
   export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
   local kind failed=0
   for kind in memcheck racecheck; do
     echo "-- $kind"
-    "$tool" --tool "$kind" --kernel-name kernel_substring="${KERNELS:-fwd_}" --error-exitcode 9 --print-limit 20 \
-      "$python" tools/sanitize_cases.py || failed=1
+    "$tool" --tool "$kind" --error-exitcode 9 --print-limit 20 "$python" tools/sanitize_cases.py || failed=1
   done
   return $failed
 }
