@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:  # `cases` and `numerics`, in every import mode of pytest
-    sys.path.insert(0, str(HERE))
 
 DEVICES = 8
 os.environ["XLA_FLAGS"] = (

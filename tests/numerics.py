@@ -201,8 +201,8 @@ def expected(problems: Sequence[Problem], *, low: bool = True) -> list[Expected]
 
     Args:
       problems: any mix of shapes and dtypes. Non-finite keys and values are followed exactly as
-        defined: what a row cannot see does not matter, what it sees propagates. low: also do the maths in the
-        input dtype (`Expected.low`); without it `low` holds NaN.
+        defined: what a row cannot see does not matter, what it sees propagates.
+      low: also do the maths in the input dtype (`Expected.low`); without it `low` holds NaN.
     """
     results = [
         Expected(

@@ -1,28 +1,19 @@
 """Everything in this folder runs the compiled kernel, so it needs a Hopper GPU (compute capability 9.0).
 
-One H200 finishes the folder in about five minutes: `python -m pytest -m gpu -n 6 tests/gpu`. Workers share
-the GPU, hence no preallocation. Where there is no such GPU every test is skipped with the reason.
+One H200 finishes the folder in about a minute: `pytest -m gpu -n 12 tests/gpu`. Workers share the GPU, hence
+no preallocation. Where there is no such GPU every test is skipped with the reason.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent):  # the helpers beside this file and in tests/, in every pytest import mode
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a Hopper GPU")
-    config.addinivalue_line("markers", "slow: takes more than ten seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
