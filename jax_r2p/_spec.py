@@ -50,8 +50,8 @@ class AttentionSpec:
     def effective(self, queries: int, keys: int) -> AttentionSpec:
         """Returns the spec without the bounds that hide no key at these lengths.
 
-        It masks the same elements, often with a cheaper mask kind: a single causal query sees every key, for
-          example.
+        It masks the same elements, often with a cheaper mask kind: a single causal query, for example, sees
+        every key.
         """
         # The last query loses keys to the left bound first, the first query to the right one.
         left_binds = self.left is not None and self.left < keys - 1

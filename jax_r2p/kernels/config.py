@@ -44,8 +44,9 @@ class ForwardConfig:
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
       ping_pong: consumer warpgroups take turns at issuing matmuls, so that one's softmax runs under
-      another's. mask_lowering: `"r2p"` or `"compare"` (one integer compare an element; the baseline of
-      ablations).
+        another's.
+      mask_lowering: `"r2p"` or `"compare"` (one or two integer compares an element; the baseline of
+        ablations).
     """
 
     dtype: Literal["bf16", "fp16"]

@@ -760,9 +760,8 @@ class AttentionForward:
             )
             if lane % 4 == 0 and row + 8 * r < work.query_length:
                 cute.arch.store(self.lse_of(arrays, work, row + 8 * r), log_sum)
-            suspect[r] = (cute.arch.fmax(base, -base, nan=True) < LARGE_EXPONENT) == Boolean(
-                False
-            ) and not empty
+            # A NaN is not below the limit either.
+            suspect[r] = not (cute.arch.fmax(base, -base, nan=True) < LARGE_EXPONENT) and not empty
         self.rescale(acc, inverse)
         for r in cutlass.range_constexpr(2):
             # 0 * x summed over the row is 0 unless some x is infinite or NaN.
