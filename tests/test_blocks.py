@@ -105,6 +105,43 @@ def test_masked_blocks_are_crossed_by_the_bound(problem: Problem, tile: tuple[in
                 assert last_row + center - problem.left > block * tile_n
 
 
+@given(problems(largest=300), tiles)
+@example(Problem(query_length=128, key_length=128, left=None, right=0), (64, 64))
+@example(Problem(query_length=64, key_length=64, left=0, right=0), (12, 4))
+@example(Problem(query_length=65, key_length=300, left=64, right=0), (64, 64))
+def test_loops_run_through_every_block_once(problem: Problem, tile: tuple[int, int]) -> None:
+    """From the last to the first, each with the bounds that cross it and no others."""
+    tile_m, tile_n = tile
+    has_right, has_left = problem.right is not None, problem.left is not None
+    for first_row in range(0, problem.query_length, tile_m):
+        visited = problem.block_range(first_row, tile_m, tile_n)
+        loops = visited.loops(has_right=has_right, has_left=has_left)
+        rounds = [(block, loop) for loop in loops for block in range(loop.high - 1, loop.low - 1, -1)]
+        # The block visited first is outside the loops.
+        assert [block for block, _ in rounds] == list(range(visited.stop - 2, visited.start - 1, -1))
+        for block, loop in rounds:
+            right_crossed = has_right and block >= visited.right_masked
+            left_crossed = has_left and block < visited.left_masked
+            # Blocks that the right bound crosses take both masks: one loop for them is enough.
+            assert (loop.right, loop.left) == (right_crossed, has_left if right_crossed else left_crossed)
+
+
+@pytest.mark.parametrize(
+    ("has_right", "has_left", "masks"),
+    [
+        (False, False, [(False, False)]),
+        (True, False, [(True, False), (False, False)]),
+        (False, True, [(False, False), (False, True)]),
+        (True, True, [(True, True), (False, False), (False, True)]),
+    ],
+)
+def test_a_mask_has_only_the_loops_of_its_bounds(
+    has_right: bool, has_left: bool, masks: list[tuple[bool, bool]]
+) -> None:
+    loops = blocks.BlockRange(2, 4, 7, 9).loops(has_right=has_right, has_left=has_left)
+    assert [(loop.right, loop.left) for loop in loops] == masks
+
+
 @given(problems(largest=300))
 def test_limits_of_a_row(problem: Problem) -> None:
     lengths = {"query_length": problem.query_length, "key_length": problem.key_length}

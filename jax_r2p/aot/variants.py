@@ -21,22 +21,31 @@ class VariantRow:
       config: What to compile.
       declared_spills: Bytes of local memory per thread that are known and accepted. The build fails on any
         other number, so that a spill never comes or goes unseen.
+      suffix: Added to the name; tells apart kernels for the same calls, of which only one is shipped.
     """
 
     config: ForwardConfig
     declared_spills: int = 0
+    suffix: str = ""
 
     @property
     def name(self) -> str:
         """Name of the variant: the stem of its file and its key in the manifest."""
-        return self.config.name
+        return self.config.name + self.suffix
 
 
 def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     """The kernels of one dtype. bf16 and fp16 cost the same everywhere, so they share the table."""
 
     def row(
-        head_dim: int, mask: Mask, tile_m: int, tile_n: int, min_blocks: int, producer: int, consumer: int
+        head_dim: int,
+        mask: Mask,
+        tile_m: int,
+        tile_n: int,
+        min_blocks: int,
+        producer: int,
+        consumer: int,
+        query: Literal["registers", "shared"],
     ) -> VariantRow:
         return VariantRow(
             ForwardConfig(
@@ -50,27 +59,40 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 consumer_registers=consumer,
                 # Turns need two warpgroups to take them.
                 ping_pong=tile_m > 64,
+                query_in_registers=query == "registers",
             )
         )
 
     return (
-        # head dim, mask, tile_m, tile_n, CTAs per SM, registers of a producer and of a consumer thread
-        # 4.24; with tile_n 112 4.34. One tile a CTA: 4.29; with tile_n 96 4.63; without turns 4.71.
-        row(64, "none", 192, 128, 1, 32, 160),
+        # head dim, mask, tile_m, tile_n, CTAs per SM, registers of a producer and of a consumer thread, and
+        # where a consumer reads its query rows from
+        # 4.24; with tile_n 112 4.34. One tile a CTA: 4.29; with tile_n 96 4.63; without turns 4.71. With the
+        # query in registers they spill; tile_n 112 then has room and is 0 to 1 % slower.
+        row(64, "none", 192, 128, 1, 32, 160, "shared"),
         # 2.23; with tile_n 112 2.33. One tile a CTA: 2.29; with tile_n 96 2.39; without turns 2.46.
-        row(64, "causal", 192, 128, 1, 32, 160),
+        row(64, "causal", 192, 128, 1, 32, 160, "shared"),
         # Windows (64, 0) and (256, 0): 0.164 and 0.288; 192x128, one CTA an SM, 0.262 and 0.374; four CTAs
-        # 0.169 and 0.311, and they spill.
-        row(64, "window", 64, 64, 3, 24, 136),
-        # 3.43; with tile_n 144 3.40 to 3.53, 128 3.45 to 3.57. 176 leaves no room for the out tile.
-        row(128, "none", 128, 160, 1, 24, 240),
-        # 1.82; with tile_n 144 1.81, but slower at lengths 512 and 2048.
-        row(128, "causal", 128, 128, 1, 24, 240),
+        # 0.169 and 0.311, and they spill. The query in shared memory: 5 and 4 % slower.
+        row(64, "window", 64, 64, 3, 24, 136, "registers"),
+        # tile_n 144 is 0 to 1 % faster at length 8192, but 13 % slower at 512, of which it computes 576 keys.
+        # The query in shared memory: 1 to 2 % slower, with tile_n 160 as fast as 144 but 20 % slower at 512;
+        # with it in registers 160 spill. 176 leave no room for the out tile.
+        row(128, "none", 128, 128, 1, 24, 240, "registers"),
+        # The query in shared memory: 1 to 2 % slower. tile_n 112 is 3 % slower, 144 was as fast, but slower
+        # at lengths 512 and 2048.
+        row(128, "causal", 128, 128, 1, 24, 240, "registers"),
         # Windows (64, 0) and (256, 0): 0.142 and 0.230; 128x64, one CTA an SM, 0.168 and 0.277; 128x128 0.164
-        # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers.
-        row(128, "window", 64, 64, 2, 24, 232),
+        # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers. The
+        # query in shared memory: 4 % faster (noise of a call bound by memory) and 4 % slower.
+        row(128, "window", 64, 64, 2, 24, 232, "registers"),
     )
 
 
 VARIANTS: dict[str, VariantRow] = {row.name: row for dtype in ("bf16", "fp16") for row in _rows(dtype)}
 """Every kernel by name."""
+
+
+def without_r2p(row: VariantRow) -> VariantRow:
+    """The same kernel with integer compares an element in place of R2P, named with `_compare` at the end."""
+    config = dataclasses.replace(row.config, mask_lowering="compare")
+    return dataclasses.replace(row, config=config, suffix=f"{row.suffix}_compare")

@@ -32,6 +32,15 @@ def maximum(a: Index, b: Index) -> Index:
     return _choose(max, "max", a, b)
 
 
+class Loop(NamedTuple):
+    """Blocks from `high - 1` down to `low`, and the bounds that they are masked by; none if high <= low."""
+
+    high: Index
+    low: Index
+    right: bool
+    left: bool
+
+
 class BlockRange(NamedTuple):
     """Key blocks of one query tile, visited from `stop - 1` down to `start`.
 
@@ -44,6 +53,20 @@ class BlockRange(NamedTuple):
     left_masked: Index
     right_masked: Index
     stop: Index
+
+    def loops(self, *, has_right: bool, has_left: bool) -> list[Loop]:
+        """The loops over the blocks after the first, in the order in which they run.
+
+        `has_right`, `has_left`: whether the mask has such a bound at all.
+        """
+        interior_stop = self.right_masked if has_right else self.stop - 1
+        loops = [Loop(interior_stop, self.left_masked, False, False)]
+        if has_right:
+            loops.insert(0, Loop(self.stop - 1, interior_stop, True, has_left))
+        if has_left:
+            left_stop = minimum(self.right_masked, self.left_masked)
+            loops.append(Loop(left_stop, self.start, False, True))
+        return loops
 
 
 def block_range(

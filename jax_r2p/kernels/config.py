@@ -14,6 +14,9 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 """Query rows that one consumer warpgroup owns: the M of every SM90 WGMMA."""
 
+MAX_CONSUMER_WARPGROUPS = 3
+"""As many as named barriers are numbered for, and as still leave each thread enough registers."""
+
 REGISTER_FILE = 65536
 """32-bit registers of one SM."""
 
@@ -45,8 +48,11 @@ class ForwardConfig:
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
       ping_pong: consumer warpgroups take turns at issuing matmuls, so that one's softmax runs under
         another's.
+      query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
+        reading them from shared memory for each block.
       mask_lowering: `"r2p"` or `"compare"` (one or two integer compares an element; the baseline of
         ablations).
+      mask_every_block: every block takes every mask of the variant, needed or not (the other baseline).
     """
 
     dtype: Literal["bf16", "fp16"]
@@ -59,17 +65,24 @@ class ForwardConfig:
     producer_registers: int
     consumer_registers: int
     ping_pong: bool = True
+    query_in_registers: bool = False
     mask_lowering: MaskLowering = "r2p"
+    mask_every_block: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot run: a wrong register sum hangs the kernel instead of failing."""
         if self.head_dim % TMA_BOX_COLUMNS:
             raise ValueError(f"head_dim={self.head_dim} must be a multiple of {TMA_BOX_COLUMNS}")
-        if self.tile_m % WARPGROUP_ROWS or self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+        if self.tile_m not in [n * WARPGROUP_ROWS for n in range(1, MAX_CONSUMER_WARPGROUPS + 1)]:
             raise ValueError(
-                f"tile_m={self.tile_m} must be a multiple of {WARPGROUP_ROWS} and "
-                f"tile_n={self.tile_n} a multiple of 16 in 16..256"
+                f"tile_m={self.tile_m} must be a multiple of {WARPGROUP_ROWS} for 1 to "
+                f"{MAX_CONSUMER_WARPGROUPS} warpgroups"
             )
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n} must be a multiple of 16 in 16..256")
+        for role, registers in (("producer", self.producer_registers), ("consumer", self.consumer_registers)):
+            if registers % 8 or not 24 <= registers <= 256:
+                raise ValueError(f"{role}_registers={registers} must be a multiple of 8 in 24..256")
         pool = self.registers_at_entry * (self.consumer_warpgroups + 1)
         asked = self.consumer_registers * self.consumer_warpgroups + self.producer_registers
         if asked > pool:

@@ -35,7 +35,7 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 LARGE_EXPONENT = float(2**22)
-"""Above this |max * scale * log2(e)| the rounding of that product is no longer small against 1, so a row's
+"""From this |max * scale * log2(e)| on the rounding of that product is no longer small against 1, so a row's
 exponentials would share a factor that can overflow. Such rows are computed again by `repair`."""
 
 TINY_SCALE = 2.0**-100
@@ -223,9 +223,10 @@ class AttentionForward:
         return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
 
     def _scores_matmul(self, accumulate: bool) -> Any:
-        """One warpgroup's S = Q K^T or S += Q K^T, both operands in shared memory."""
-        k_major = warpgroup.OperandMajorMode.K
-        return self._matmul(k_major, self.tile_n, warpgroup.OperandSource.SMEM, accumulate)
+        """One warpgroup's S = Q K^T or S += Q K^T, with K in shared memory."""
+        k_major, source = warpgroup.OperandMajorMode.K, warpgroup.OperandSource
+        q_source = source.RMEM if self.config.query_in_registers else source.SMEM
+        return self._matmul(k_major, self.tile_n, q_source, accumulate)
 
     def _output_matmul(self) -> Any:
         """One warpgroup's O += P V, with P in registers and V read transposed."""
@@ -504,7 +505,14 @@ class AttentionForward:
         # The first step of a score matmul overwrites the accumulator, the others add to it.
         qk, pv = (self._scores_matmul(False), self._scores_matmul(True)), self._output_matmul()
         thread_qk, thread_pv = qk[0].get_slice(0), pv.get_slice(0)
-        frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))[None, None, None, wg]
+        if cutlass.const_expr(self.config.query_in_registers):
+            frag_q = cute.make_rmem_tensor(a_operand_layout(self.head_dim), self.dtype)
+            load = cute.make_tiled_copy_A(
+                cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype),
+                qk[0],
+            ).get_slice(thread)
+        else:
+            frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))[None, None, None, wg]
         frag_k = qk[0].make_fragment_B(thread_qk.partition_B(s_keys))
         transposed = cute.make_tensor(s_values.iterator, cute.select(s_values.layout, mode=[1, 0, 2]))
         frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed))
@@ -514,10 +522,9 @@ class AttentionForward:
         # matmuls. It is kept as 32-bit pairs: as 16-bit elements the loop would carry a register for each.
         pairs = cute.make_rmem_tensor(self.tile_n // 4, Uint32)
         weights = cute.make_tensor(
-            cute.recast_ptr(pairs.iterator, dtype=self.dtype),
-            cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)),
+            cute.recast_ptr(pairs.iterator, dtype=self.dtype), a_operand_layout(self.tile_n)
         )
-        row_max = cute.make_rmem_tensor(2, Float32)
+        row_base = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
         correction = cute.make_rmem_tensor(2, Float32)
         # Of the thread's two rows the first, in the warpgroup's 64, and of its columns the first, in a block.
@@ -538,7 +545,7 @@ class AttentionForward:
         for index in cutlass.range(count, unroll=1):
             work, visited = self.locate(schedule, first + index * distance)
             row = work.first_row + wg * WARPGROUP_ROWS + row_in_group
-            row_max.fill(-Float32.inf)
+            row_base.fill(-Float32.inf)
             row_sum.fill(0.0)
             acc.fill(0.0)
             q_state = pipeline.PipelineState(self.warpgroups, Int32(0), wg, index % 2)
@@ -546,6 +553,10 @@ class AttentionForward:
             if scale < Float32(0.0):
                 self.negate(s_rows[None, None, wg].iterator, thread)
                 self.sync_warpgroup(wg)
+            if cutlass.const_expr(self.config.query_in_registers):
+                cute.copy(load, load.partition_S(s_rows[None, None, wg]), load.retile(frag_q))
+                cute.arch.sync_warp()  # every lane has read before one of them says so
+                pipelines.query.consumer_release(q_state)
 
             # The block visited first: it takes every mask, and nothing is in flight beside it.
             k_pipeline.consumer_wait(k_state)
@@ -556,21 +567,11 @@ class AttentionForward:
             self.apply_mask(
                 scores, work, row, (visited.stop - 1) * self.tile_n + column, right=True, left=self.has_left
             )
-            self.softmax(scores, row_max, row_sum, correction, factor, rows_may_be_empty=True)
+            self.softmax(scores, row_base, row_sum, correction, factor, rows_may_be_empty=True)
             self.round_pairs(scores, pairs)
 
-            # Each loop: blocks from `high` down to `low`, and the masks they take.
-            loops = [(visited.stop - 1, visited.left_masked, False, False)]
-            if cutlass.const_expr(self.has_right):
-                interior_stop = visited.right_masked
-                loops = [
-                    (visited.stop - 1, interior_stop, True, self.has_left),
-                    (interior_stop, visited.left_masked, False, False),
-                ]
-            if cutlass.const_expr(self.has_left):
-                left_stop = blocks.minimum(visited.right_masked, visited.left_masked)
-                loops = [*loops, (left_stop, visited.start, False, True)]
-            for high, low, right, left in loops:
+            for high, low, *bounds in visited.loops(has_right=self.has_right, has_left=self.has_left):
+                right, left = self.masks(*bounds)
                 for step in cutlass.range(high - low, unroll=1):
                     k_pipeline.consumer_wait(k_state)
                     self.take_turn(wg)
@@ -584,7 +585,7 @@ class AttentionForward:
                     origin = (high - 1 - step) * self.tile_n + column
                     self.apply_mask(scores, work, row, origin, right=right, left=left)
                     self.softmax(
-                        scores, row_max, row_sum, correction, factor, rows_may_be_empty=right or left
+                        scores, row_base, row_sum, correction, factor, rows_may_be_empty=right or left
                     )
                     # P and O may be touched only when the matmul that uses them has ended.
                     warpgroup.wait_group(0)
@@ -594,13 +595,14 @@ class AttentionForward:
                     self.rescale(acc, correction)
 
             # No score of this tile is left to compute.
-            pipelines.query.consumer_release(q_state)
+            if cutlass.const_expr(not self.config.query_in_registers):
+                pipelines.query.consumer_release(q_state)
             v_pipeline.consumer_wait(v_state)
             self.issue_output(pv, acc, weights, frag_v, v_state.index)
             warpgroup.wait_group(0)
             v_pipeline.consumer_release(v_state)
             v_state.advance()
-            self.finish(store, acc, (row_max, row_sum), (scale, factor), arrays, work, row)
+            self.finish(store, acc, (row_base, row_sum), scale, arrays, work, row)
 
         # Shared memory must outlive the stores that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -648,6 +650,10 @@ class AttentionForward:
             words[step * WARPGROUP + thread] = words[step * WARPGROUP + thread] ^ Uint32(0x80008000)
         cute.arch.fence_view_async_shared()
 
+    def masks(self, right: bool, left: bool) -> tuple[bool, bool]:
+        """The masks that a block takes: of the bounds that cross it, or all in the baseline of ablations."""
+        return (True, self.has_left) if self.config.mask_every_block else (right, left)
+
     def apply_mask(
         self, scores: Any, work: Tile, row: Int32, origin: Int32, *, right: bool, left: bool
     ) -> None:
@@ -677,31 +683,31 @@ class AttentionForward:
     def softmax(
         self,
         scores: Any,
-        row_max: Any,
+        row_base: Any,
         row_sum: Any,
         correction: Any,
         factor: Float32,
         *,
         rows_may_be_empty: bool,
     ) -> None:
-        """Turn scores into exp2(score * factor - row maximum * factor), in place.
+        """Turn scores into exp2(score * factor - base), in place.
 
-        `correction` becomes the factor by which what was summed before shrinks. It is taken from the rounded
-        products, not from the difference of the maxima, so that exponentials of different blocks keep one
-        common base even where the products are large. `row_sum` is this thread's share; four lanes hold a
-        row.
+        `row_base` is the largest score * factor so far, rounded, and carried so: exponentials of all blocks
+        must have the very same base. Were the product formed anew here, it would be fused with the difference
+        below and not be rounded, and every block would weigh a little less or more than the one before it, by
+        2^-24 of the product. `correction` becomes the factor by which what was summed before shrinks.
+        `row_sum` is this thread's share; four lanes hold a row.
         """
         count = cute.size(scores) // 2
         for r in range(2):
             index = [mask.score_index(r, e) for e in range(count)]
             largest = reduce_by_four([scores[i] for i in index], cute.arch.fmax)
             largest = cute.arch.warp_reduction_max(largest, threads_in_group=4)
-            before = row_max[r] * factor
-            row_max[r] = cute.arch.fmax(row_max[r], largest)
-            base = row_max[r] * factor
+            before = row_base[r]
+            row_base[r] = base = cute.arch.fmax(before, largest * factor)
             if rows_may_be_empty:
                 # -inf - -inf is NaN: a row without a visible key so far is based on 0.
-                base = cutlass.select_(row_max[r] == -Float32.inf, Float32(0.0), base)
+                base = cutlass.select_(base == -Float32.inf, Float32(0.0), base)
             correction[r] = cute.arch.exp2(before - base)
             for i in index:
                 scores[i] = cute.arch.exp2(scores[i] * factor - base)
@@ -735,14 +741,13 @@ class AttentionForward:
         store: tuple,
         acc: cute.Tensor,
         statistics: tuple,
-        scales: tuple,
+        scale: Float32,
         arrays: Arrays,
         work: Tile,
         row: Int32,
     ):
         """Normalise, write the log-sum-exp, repair the rows that need it, and store 64 rows by TMA."""
-        row_max, row_sum = statistics
-        scale, factor = scales
+        row_base, row_sum = statistics
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = thread % 32
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -752,8 +757,8 @@ class AttentionForward:
         suspect = [Boolean(False), Boolean(False)]
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-            base = row_max[r] * factor
-            empty = row_max[r] == -Float32.inf
+            base = row_base[r]
+            empty = base == -Float32.inf
             inverse[r] = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
             log_sum = cutlass.select_(
                 empty, -Float32.inf, (base + cute.math.log2(total, fastmath=True)) * LN_2
@@ -875,6 +880,11 @@ class AttentionForward:
         """This lane's `head_dim / 32` elements of a global row as fp32; 0 beyond the head's width."""
         row = cute.make_tensor(base + offset, cute.make_layout(self.head_dim // 32))
         return [cutlass.select_(active, row[e].to(Float32), Float32(0.0)) for e in range(self.head_dim // 32)]
+
+
+def a_operand_layout(depth: int) -> Any:
+    """Layout of a thread's registers that hold 64 x depth 16-bit elements as operand A of WGMMAs."""
+    return cute.make_layout(((2, 2, 2), 1, depth // 16))
 
 
 def reduce_by_four(values: list, combine: Any) -> Any:

@@ -96,6 +96,29 @@ def test_huge_equal_logits(c, scale):
         assert_close(residual, want, 1e-6 * logit, name=f"{call}: residual")
 
 
+@pytest.mark.parametrize("logit", [20.7, -20.7, 3000.7, 1e5])
+@pytest.mark.parametrize("h", [64, 128])
+def test_many_blocks_of_equal_logits(h, logit):
+    """The first block of thousands of keys weighs as much as the last, also where the logit is not a multiple
+    of a power of two: a base that differed from block to block by a rounding would add up.
+    """
+    s = 16_384
+    calls = [Call(t=64, s=s, n=1, k=1, h=h, scale=1.0, **m) for m in ({}, {"is_causal": True})]
+    problems = []
+    for call in calls:
+        p = call.problem()
+        p.query[...], p.key[...] = 0, 0
+        p.query[..., 0], p.key[..., 0] = math.sqrt(abs(logit)), math.copysign(math.sqrt(abs(logit)), logit)
+        # 1 in the first half of the keys, -1 in the second: any unevenness shows in the mean.
+        p.value[:, : s // 2], p.value[:, s // 2 :] = 1, -1
+        problems.append(p)
+    for call, p, (out, residual) in zip(calls, problems, run(calls, problems), strict=True):
+        [want] = expected([p])
+        assert_close(out, want.out, 2e-5, name=str(call))
+        # float32 carries the logit with a relative rounding, in base 2 and back
+        assert_close(residual, want.residual, 2e-7 * abs(logit) + 2e-6, name=f"{call}: residual")
+
+
 @pytest.mark.parametrize("offset", [-200.0, 200.0, -3e4, 3e4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_shifted_logits(offset, dtype):
