@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jax_r2p import _ffi  # noqa: E402
-from jax_r2p._manifest import load_manifest  # noqa: E402
+from jax_r2p._manifest import load_manifest, read_cubin  # noqa: E402
 
 installed = pathlib.Path(jax_r2p.__file__).parent
 assert installed.parent.name == "site-packages", installed
@@ -28,7 +28,7 @@ print("jax", jax.__version__, "in", installed.parent)
 # Every cubin is the one that the manifest describes, and the library takes it.
 variants = load_manifest().variants
 for variant in variants:
-    _ffi.read_cubin(variant)
+    read_cubin(variant)
 _ffi.register()
 print(len(variants), "kernels")
 

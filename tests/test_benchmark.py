@@ -1,10 +1,10 @@
-"""The benchmark's pure parts, and one run of all of it on the CPU with plain XLA, much too small to time
-anything.
-"""
+"""`jax-r2p bench`: its pure parts, and runs of all of it as a user would, much too small to time anything."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,30 +13,9 @@ import numpy as np
 import pytest
 from numerics import bounds, visible
 
+from jax_r2p.bench import cold, environment, measure, report, rivals, workloads
+
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """The benchmark's modules; they are scripts beside each other, not a package."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import measure
-    import report
-    import rivals
-    import workloads
-
-    return {"measure": measure, "report": report, "rivals": rivals, "workloads": workloads}
-
-
-@pytest.fixture
-def workloads(modules):
-    return modules["workloads"]
-
-
-@pytest.fixture
-def report(modules):
-    return modules["report"]
 
 
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (0, 4), (2, 5), (100, 1), (1, 100), (100, 100)])
@@ -44,13 +23,13 @@ def report(modules):
 @pytest.mark.parametrize(
     ("t", "s"), [(1, 1), (7, 7), (16, 5), (5, 16), (1, 9), (9, 1), (0, 4), (4, 0), (33, 32)]
 )
-def test_visible_pairs(workloads, t, s, is_causal, window):
+def test_visible_pairs(t, s, is_causal, window):
     """Counted without going through them, against counting a mask."""
     want = int(visible(t, s, *bounds(is_causal, window)).sum())
     assert workloads.visible_pairs(t, s, is_causal, window) == want
 
 
-def test_flops_of_known_cases(workloads):
+def test_flops_of_known_cases():
     full, causal = (workloads.select(f"{kind}_d128_s8192")[0] for kind in ("full", "causal"))
     assert full.flops() == 4 * 4 * 16 * 128 * 8192 * 8192
     assert causal.flops() == 4 * 4 * 16 * 128 * (8192 * 8193 // 2)
@@ -60,7 +39,7 @@ def test_flops_of_known_cases(workloads):
     assert full.bytes_moved() == 4 * 2**27 + 4 * 4 * 8192 * 16
 
 
-def test_table_of_workloads(workloads):
+def test_table_of_workloads():
     names = [w.name for w in workloads.WORKLOADS]
     assert len(names) == len(set(names))
     assert set(workloads.HEADLINE) <= set(names)
@@ -74,35 +53,88 @@ def test_table_of_workloads(workloads):
     assert local.window == (64, 0)
 
 
-@pytest.mark.parametrize("module", ["workloads", "rivals"])
-def test_unknown_names_are_refused(modules, module):
-    with pytest.raises(ValueError, match="nonsense"):
-        modules[module].select("nonsense")
+@pytest.mark.parametrize("module", [workloads, rivals])
+@pytest.mark.parametrize("names", ["nonsense", "", "nonsense,causal_d128_s113", "all,nonsense"])
+def test_unknown_names_are_refused(module, names):
+    with pytest.raises(ValueError, match=r"must be .* got '"):
+        module.select(names)
 
 
-def test_a_rival_that_is_missing_or_refuses_is_listed(modules):
-    rivals, workloads = modules["rivals"], modules["workloads"]
+def test_a_name_given_twice_counts_once():
+    assert [rival.name for rival in rivals.select("xla,jax_r2p,xla")] == ["xla", "jax_r2p"]
+    assert [w.name for w in workloads.select("causal_d128_s113,causal_d128_s113")] == ["causal_d128_s113"]
+
+
+def test_masks_in_words():
+    words = {name: workloads.select(name)[0].mask for name in ("full_d64_s8192", "causal_d64_s8192")}
+    assert words == {"full_d64_s8192": "full", "causal_d64_s8192": "causal"}
+    assert workloads.select("local128_128_d64_s8192")[0].mask == "window (128, 128)"
+
+
+def _rival(name, build=None, *, module="jax_r2p"):
+    return rivals.Rival(name, "for this test", module, "no-such-package", build)
+
+
+def test_a_rival_that_is_missing_or_refuses_is_listed():
     [w] = workloads.select("causal_d128_s113")
+    absent = _rival("absent", module="no_such_module")
+    assert not absent.is_installed()
+    assert absent.package_version() is None
+    assert rivals.prepare(absent, w, (1.0, 1.0, 1.0)) == rivals.Unavailable("not installed")
 
-    def missing(w):
-        raise ModuleNotFoundError("No module named 'somewhere'")
-
-    def refusing(w):
+    def refuse(w):
         def f(q, k, v):
             raise RuntimeError("head dim 128 is not supported\nand more")
 
         return f
 
-    answer = rivals.prepare(rivals.Rival("a", "a", missing), w, (1.0, 1.0, 1.0))
-    assert answer == rivals.Unavailable("not installed (No module named 'somewhere')")
-    answer = rivals.prepare(rivals.Rival("b", "b", refusing), w, (1.0, 1.0, 1.0))
+    answer = rivals.prepare(_rival("refusing", refuse), w, (1.0, 1.0, 1.0))
     assert answer.reason == "refused: RuntimeError: head dim 128 is not supported"
-    assert rivals.Rival("c", "no-such-package", missing).package_version() is None
+
+    def lack(w):
+        raise ModuleNotFoundError("No module named 'its_compiler'")
+
+    answer = rivals.prepare(_rival("broken", lack), w, (1.0, 1.0, 1.0))
+    assert answer.reason == "refused: ModuleNotFoundError: No module named 'its_compiler'"
 
 
-def test_rivals_take_turns(modules):
-    """Order reversed from round to round, the first round dropped, inputs rotated, every sample counted."""
-    measure = modules["measure"]
+def test_cold_start_of_a_rival_that_is_missing():
+    advanced = []
+    rows = cold.time_starts(
+        [_rival("absent", module="no_such_module")],
+        repeats=2,
+        commit="abc",
+        scale_down=1,
+        advance=advanced.append,
+    )
+    assert rows == [
+        {"case": "cold_causal_d128_s2048", "impl": "absent", "status": "not installed", "commit": "abc"}
+    ]
+    assert advanced == ["absent", "absent"]
+    assert report.cold_cells(rows)[1] == [["causal_d128_s2048", "absent", "not installed", ""]]
+
+
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [
+        ("echo 580.159.04; echo 580.159.04", "580.159.04"),  # two GPUs
+        ("echo no driver >&2; exit 9", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_driver_version(tmp_path, monkeypatch, script, version):
+    """Against an nvidia-smi that answers so, or that is not there."""
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.driver_version() == version
+    assert environment.describe("abc")["driver"] == (version or "none")
+
+
+def test_rivals_take_turns():
+    """Each once a round in changing order, the first round dropped, inputs rotated, every sample counted."""
     log, advanced = [], []
 
     def rival(name):
@@ -123,17 +155,19 @@ def test_rivals_take_turns(modules):
     per_sample = calls + 1
     turns = log[3 * per_sample :]  # after one sample each, which sets the number of calls
     order = "".join(turns[i][0] for i in range(0, len(turns), per_sample))
-    assert order == "abccbaabccba"
+    rounds = [order[i : i + 3] for i in range(0, 12, 3)]
+    assert [sorted(each) for each in rounds] == [["a", "b", "c"]] * 4
+    assert len(set(rounds)) > 1
     assert [x for _, x in turns[1:per_sample]] == [i % 2 for i in range(calls)]
 
 
-def test_host_bound(modules):
-    samples = modules["measure"].Samples
+def test_host_bound():
+    samples = measure.Samples
     assert samples(10, total=[1.0, 1.1], queued=[0.95, 1.0]).host_bound()
     assert not samples(10, total=[1.0, 1.1], queued=[0.1, 0.2]).host_bound()
 
 
-def _rows(report, workloads):
+def _rows():
     causal, full = workloads.select("causal_d128_s8192")[0], workloads.select("full_d256_s8192")[0]
     about = {
         "device": "NVIDIA H200",
@@ -147,7 +181,7 @@ def _rows(report, workloads):
         report.timed_row(causal, "jax_r2p", 1.5, [1.4, 1.5, 1.6]),
         report.timed_row(causal, "cudnn", 2.0, [2.0], host_bound=True),
         report.timed_row(causal, "fa3", 1.6, [1.6]),
-        {"case": causal.name, "impl": "fa4", "status": "not installed (No module named 'fa4_jax')"},
+        {"case": causal.name, "impl": "fa4", "status": "not installed"},
     ]
     second = [
         {"case": full.name, "impl": "jax_r2p", "status": "refused: NotImplementedError: head_dim=256"},
@@ -160,8 +194,8 @@ def _rows(report, workloads):
     return first + second
 
 
-def test_rows(report, workloads):
-    rows = _rows(report, workloads)
+def test_rows():
+    rows = _rows()
     ours = rows[0]
     assert ours["tflops"] == pytest.approx(
         workloads.select("causal_d128_s8192")[0].flops() / 1.5e-3 / 1e12, rel=1e-3
@@ -173,8 +207,8 @@ def test_rows(report, workloads):
     assert rows[5]["ratio_to_best_rival"] == 1.0
 
 
-def test_table(report, workloads):
-    header, lines = report.table_cells(_rows(report, workloads))
+def test_table():
+    header, lines = report.table_cells(_rows())
     assert header == ["case", "jax_r2p", "cudnn", "fa3", "fa4", "TFLOP/s", "time / best rival"]
     assert lines[0] == [
         "causal_d128_s8192",
@@ -188,15 +222,17 @@ def test_table(report, workloads):
     assert lines[1] == ["full_d256_s8192", "refused", "3.500", "", "", "", ""]
 
 
-def test_printed_table(report, workloads, capsys):
-    report.print_table(_rows(report, workloads))
-    printed = capsys.readouterr().out
-    assert "causal_d128_s8192" in printed
-    assert "0.938 (fa3)" in printed
+def test_what_the_cells_leave_out():
+    rows = _rows()
+    assert report.fastest_cells(rows) == {(0, 1), (1, 2)}
+    assert report.notes(rows) == [
+        "jax_r2p refused: NotImplementedError: head_dim=256 (full_d256_s8192)",
+        "* the host may have limited this time",
+    ]
 
 
-def test_markdown_goes_between_the_markers(report, workloads):
-    text = report.markdown(_rows(report, workloads))
+def test_markdown_goes_between_the_markers():
+    text = report.markdown(_rows())
     assert "NVIDIA H200, driver 1.2, jax 0.9, jax_r2p 0.1.0 at commit abc, 2026-01-02." in text
     assert "| causal_d128_s8192 | 1.500 | 2.000* | 1.600 | not installed | 733 | 0.938 (fa3) |" in text
     document = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
@@ -208,33 +244,89 @@ def test_markdown_goes_between_the_markers(report, workloads):
     report.insert_table((ROOT / "README.md").read_text("utf-8"), text)
 
 
-def test_plot(report, workloads, tmp_path):
-    report.plot(_rows(report, workloads), tmp_path / "bars.png")
+def test_plot(tmp_path):
+    report.plot(_rows(), tmp_path / "bars.png", "png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _bench(*arguments, cwd):
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "bench.py"), *arguments],
+def test_rows_are_read_as_written(tmp_path):
+    rows = _rows()
+    report.write_rows(tmp_path / "new" / "rows.jsonl", rows[:2])
+    report.write_rows(tmp_path / "new" / "rows.jsonl", rows[2:])
+    assert report.read_rows(tmp_path / "new" / "rows.jsonl") == rows
+
+
+def test_recorded_rows_are_rows():
+    """Those of every release can be shown."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))
+    assert files
+    for file in files:
+        rows = report.read_rows(file)
+        assert all(report.is_cold(row) == (file.name == "cold.jsonl") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it has no rows"),
+        ("\n\n", "it has no rows"),
+        ("case,impl,ms", "line 1 is not JSON"),
+        ('[{"case": "a"}]', "line 1 is not a row"),
+        ('{"case": "a", "impl": "b", "status": "refused"}\n7', "line 2 is not a row of the benchmark: 7"),
+        ('{"case": "a", "impl": "b"}', "line 1 is not a row"),
+        ('{"case": "a", "impl": "b", "ms": "1", "tflops": 1}', "line 1 is not a row"),
+        ('{"case": "cold_a", "impl": "b", "median_s": 1, "seconds": ["x"]}', "line 1 is not a row"),
+        ('{"case": "a", "impl": "b", "ms": 1, "tflops": 1, "ratio_to_best_rival": 1}', "line 1 is not a row"),
+    ],
+)
+def test_what_is_no_row_is_refused(tmp_path, text, message):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        report.read_rows(tmp_path / "rows.jsonl")
+
+
+def _bench(*arguments, cwd, unimportable=()):
+    """Runs the command as a user would, on the CPU, in a folder that is no checkout.
+
+    `unimportable` are modules that this process must not import, or behaves as if they were not installed.
+    """
+    shadows = cwd.parent / f"{cwd.name}_shadows"
+    shadows.mkdir(exist_ok=True)
+    for name in unimportable:
+        (shadows / f"{name}.py").write_text(f"raise ImportError('{name} was imported')")
+    path = os.pathsep.join(filter(None, [str(shadows), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        # -P: the installed package, not the checkout that a test run starts in.
+        [sys.executable, "-P", "-m", "jax_r2p", "bench", *arguments],
         cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
-def test_whole_run(tmp_path, report):
-    """Rows, table and plot of a real run; the rival that demands a GPU is listed as refusing."""
-    rows_file = tmp_path / "rows.jsonl"
-    printed = _bench(
-        *("--cases", "causal_d128_s2048,local64_d64_s8192", "--impls", "reference,xla,jax_r2p"),
-        *("--rounds", "2", "--sample-ms", "1", "--scale-down", "64"),
-        *("--out", str(rows_file), "--plot", str(tmp_path / "bars.png"), "--commit", "0123abc"),
+QUICK = ("--rounds", "2", "--sample-ms", "1", "--scale-down", "64")
+
+
+def test_whole_run(tmp_path):
+    """Rows, document and plot of a real run; the rival that demands a GPU is listed as refusing."""
+    (tmp_path / "doc.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    done = _bench(
+        *(
+            "--cases",
+            "causal_d128_s2048,local64_d64_s8192",
+            "--impls",
+            "reference,xla,jax_r2p",
+            *QUICK,
+            "--json",
+        ),
+        *("--out", "new/rows.jsonl", "--plot", "bars.svg", "--into", "doc.md", "--commit", "0123abc"),
         cwd=tmp_path,
     )
-    rows = report.read_rows(rows_file)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert rows == report.read_rows(tmp_path / "new" / "rows.jsonl")
     assert [(r["case"], r["impl"]) for r in rows] == [
         (case, impl)
         for case in ("causal_d128_s2048", "local64_d64_s8192")
@@ -250,23 +342,193 @@ def test_whole_run(tmp_path, report):
             assert len(row["rounds_ms"]) == 2
             assert row["relative_error"] < 0.02
             assert row["best_rival"] == "xla"
-    assert "local64_d64_s8192" in printed
-    assert (tmp_path / "bars.png").exists()
-    shown = _bench("--show", str(rows_file), "--markdown", cwd=tmp_path)
-    assert "| causal_d128_s2048 |" in shown
+    assert "<svg" in (tmp_path / "bars.svg").read_text()
+    document = (tmp_path / "doc.md").read_text()
+    assert "| causal_d128_s2048 |" in document
+    assert document.endswith("after\n")
+    assert "old" not in document
+
+    # The rows alone give the same, with no jax.
+    def show(*arguments):
+        done = _bench("--show", "new/rows.jsonl", *arguments, cwd=tmp_path, unimportable=["jax"])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(show("--json")) == rows
+    assert document == f"before\n{report.BEGIN}\n{show('--markdown')}{report.END}\nafter\n"
+    table = show("--plot", "bars.png")
+    assert "local64_d64_s8192" in table
+    assert "jax_r2p refused: NotImplementedError: " in table
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_cold_start(tmp_path, report):
-    out = tmp_path / "cold.jsonl"
-    printed = _bench(
-        *("--cold", "--impls", "reference,xla", "--repeats", "2", "--scale-down", "64", "--out", str(out)),
+def test_nothing_timed(tmp_path):
+    done = _bench(
+        "--cases", "causal_d128_s113", "--impls", "jax_r2p", *QUICK, "--plot", "bars.png", cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "jax_r2p refused: NotImplementedError" in done.stdout
+    assert "jax-r2p bench: nothing was timed" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cold_start(tmp_path):
+    done = _bench(
+        *(
+            "--cold",
+            "--impls",
+            "reference,xla",
+            "--repeats",
+            "2",
+            "--scale-down",
+            "64",
+            "--out",
+            "cold.jsonl",
+        ),
         cwd=tmp_path,
     )
-    rows = report.read_rows(out)
+    assert done.returncode == 0, done.stderr
+    rows = report.read_rows(tmp_path / "cold.jsonl")
     assert [r["impl"] for r in rows] == ["reference", "xla"]
     for row in rows:
         assert len(row["seconds"]) == 2
         assert 0.1 < row["median_s"] < 120
         assert row["case"] == "cold_causal_d128_s2048"
-        json.dumps(row)
-    assert printed.count("process start to first result: median") == 2
+        assert f"{row['median_s']:.3f}" in done.stdout
+    assert "Seconds from process start to first result" in done.stdout
+    shown = _bench("--show", "cold.jsonl", cwd=tmp_path, unimportable=["jax"])
+    assert (shown.returncode, shown.stdout) == (0, done.stdout)
+
+
+def test_cold_start_that_fails(tmp_path):
+    """What the fresh process said is what the user reads; on the CPU there is no kernel."""
+    done = _bench(
+        *("--cold", "--impls", "jax_r2p", "--scale-down", "64", "--out", "cold.jsonl"), cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "jax-r2p bench: jax_r2p failed in a fresh process:" in done.stderr
+    assert "NotImplementedError: implementation='r2p'" in done.stderr
+    assert (tmp_path / "cold.jsonl").read_text() == ""
+
+
+def test_list(tmp_path):
+    done = _bench("--list", "--json", cwd=tmp_path, unimportable=["jax"])
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert [case["name"] for case in listed["cases"]] == [w.name for w in workloads.WORKLOADS]
+    assert listed["cases"][0] == {
+        "name": "full_d64_s8192",
+        "batch": 4,
+        "length": 8192,
+        "heads": 32,
+        "kv_heads": 32,
+        "head_dim": 64,
+        "is_causal": False,
+        "window": None,
+    }
+    assert [row["name"] for row in listed["implementations"]] == list(rivals.RIVALS)
+    for row in listed["implementations"]:
+        rival = rivals.RIVALS[row["name"]]
+        assert (row["installed"], row["version"]) == (rival.is_installed(), rival.package_version())
+
+    table = _bench("--list", cwd=tmp_path, unimportable=["jax"])
+    assert table.returncode == 0, table.stderr
+    for name in (*rivals.RIVALS, *(w.name for w in workloads.WORKLOADS), "window (64, 0)", "kv heads"):
+        assert name in table.stdout
+
+
+def test_help(tmp_path):
+    done = _bench("--help", cwd=tmp_path, unimportable=["jax", "numpy", "matplotlib", "rich"])
+    assert done.returncode == 0, done.stderr
+    assert "Time attention implementations side by side." in done.stdout
+
+
+def test_missing_matplotlib(tmp_path):
+    """Said before anything is timed."""
+    done = _bench(
+        *("--out", "rows.jsonl", "--plot", "bars.png"), cwd=tmp_path, unimportable=["jax", "matplotlib"]
+    )
+    assert done.returncode == 1
+    assert "jax-r2p bench: --plot needs matplotlib: pip install 'jax_r2p[bench]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+TIMED = b'{"case": "full_d64_s8192", "impl": "xla", "ms": 1.0, "tflops": 2.0}\n'
+STARTED = b'{"case": "cold_a", "impl": "xla", "median_s": 1.0, "seconds": [1.0]}\n'
+REFUSED = b'{"case": "a", "impl": "xla", "status": "refused: no"}\n'
+FILES = {
+    "timed.jsonl": TIMED,
+    "cold.jsonl": STARTED,
+    "refused.jsonl": REFUSED,
+    "empty.jsonl": b"",
+    "text.md": b"no markers\n",
+    "binary.jsonl": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--cases nonsense", "--cases must be all, headline, or some of full_d64_s8192, .*; got 'nonsense'"),
+        ("--cases headline,causal_d64_s8192", "--cases must be .*; got 'headline'"),
+        ("--impls xla,nonsense", "--impls must be default, or some of jax_r2p, .*; got 'nonsense'"),
+        ("--cold --impls nonsense", "--impls must be .*; got 'nonsense'"),
+        ("--rounds 0", "argument --rounds: must be a whole number above 0, got '0'"),
+        ("--rounds 1.5", "argument --rounds: must be a whole number above 0, got '1.5'"),
+        ("--repeats -1 --cold", "argument --repeats: must be a whole number above 0, got '-1'"),
+        ("--scale-down none", "argument --scale-down: must be a whole number above 0, got 'none'"),
+        ("--sample-ms 0", "argument --sample-ms: must be a number above 0, got '0'"),
+        ("--sample-ms nan", "argument --sample-ms: must be a number above 0, got 'nan'"),
+        ("--sample-ms inf", "argument --sample-ms: must be a number above 0, got 'inf'"),
+        (
+            "--show absent.jsonl",
+            "--show must be a file that --out has written, got absent.jsonl: .*No such file",
+        ),
+        ("--show .", "--show must be a file that --out has written, got .: .*Is a directory"),
+        ("--show empty.jsonl", "got empty.jsonl: it has no rows"),
+        ("--show text.md", "got text.md: line 1 is not JSON"),
+        ("--show binary.jsonl", "got binary.jsonl: .*can't decode"),
+        (
+            "--show cold.jsonl --markdown",
+            "--markdown needs rows of timed calls, got none in --show cold.jsonl",
+        ),
+        ("--show cold.jsonl --into text.md", "--into needs rows of timed calls, got none"),
+        ("--show refused.jsonl --plot bars.png", "--plot needs rows of timed calls, got none"),
+        (
+            "--into absent.md",
+            "--into must be a document with a measured table, got absent.md: .*No such file",
+        ),
+        ("--into text.md", "--into must be .*, got text.md: it needs the lines <!-- measured: begin --> and"),
+        ("--plot absent/bars.png", "--plot must be a file in a folder that exists, got absent/bars.png"),
+        ("--plot .", "--plot must be a file in a folder that exists, got ."),
+        ("--plot bars.xyz", "--plot must end in a file type that matplotlib can write, .* got bars.xyz: "),
+        ("--plot bars", "--plot must end in a file type that matplotlib can write, .* got bars: "),
+        ("--out .", "--out must be a file to append to, got .: .*Is a directory"),
+        ("--out text.md/rows.jsonl", "--out must be a file to append to, got text.md/rows.jsonl: "),
+        ("--show timed.jsonl --cold", "argument --cold: not allowed with argument --show"),
+        ("--list --cold", "argument --cold: not allowed with argument --list"),
+        ("--show timed.jsonl --rounds 3", "--rounds does not go with --show"),
+        ("--show timed.jsonl --out rows.jsonl", "--out does not go with --show"),
+        ("--list --impls xla", "--impls does not go with --list"),
+        ("--cold --cases headline", "--cases does not go with --cold"),
+        ("--cold --plot bars.png", "--plot does not go with --cold"),
+        ("--cold --markdown", "--markdown does not go with --cold"),
+        ("--repeats 3", "--repeats needs --cold"),
+        ("--markdown --json", "--markdown does not go with --json"),
+        ("nonsense", "unrecognized arguments: nonsense"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path, arguments, message):
+    """Exit status 2 and one line that says why, before jax is imported and before anything is written."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    given = arguments.split()
+    if not {"--show", "--list", "--out"} & set(given):
+        given += ["--out", "new/rows.jsonl"]
+    done = _bench(*given, cwd=tmp_path, unimportable=["jax"])
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(f"jax-r2p( bench)?: error: .*{message}", last), done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == FILES

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Test and time the wheel in dist/ on a machine with a Hopper GPU, JAX and pytest, and no package registry.
 #
-# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: tests sanitize bench cold; default: all, in this order
+# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: doctor tests sanitize bench cold ablation
+#                                                    default: all, in this order, but ablation
 #
-#   OUT            folder for logs and rows: summary.json, tests.log, tests.xml, sanitize.log, bench.jsonl, bench.log,
-#                  bench.png, cold.jsonl
+#   OUT            folder for logs and rows: summary.json, doctor.log, tests.log, tests.xml, sanitize.log, bench.jsonl,
+#                  bench.log, bench.png, cold.jsonl, ablation.jsonl, counters.jsonl
 #   WHEEL=path     the wheel, else the one in dist/
 #   COMMIT=hash    what the wheel was built from, recorded in every row; else that of the checkout
 #   WORKERS=6      test processes that share the GPU
 #   TESTS="..."    more arguments for pytest, e.g. "-k lengths"
-#   CASES=, IMPLS= what the benchmark times (benchmarks/bench.py --help)
+#   CASES=, IMPLS= what the benchmark times (jax-r2p bench --help)
+#   ABLATION=dir   folder that `benchmarks/ablation.py build` made; with it there is a step `ablation`
 #   PEERS=dir      folder with rivals' packages, put behind the wheel on PYTHONPATH, for the benchmark only
 #   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_COLD   seconds a step may take
 #
@@ -23,7 +25,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 shift
 steps=("$@")
-[[ ${#steps[@]} -gt 0 ]] || steps=(tests sanitize bench cold)
+[[ ${#steps[@]} -gt 0 ]] || steps=(doctor tests sanitize bench cold)
 python=${PYTHON:-python3}
 workers=${WORKERS:-6}
 if [[ -z ${WHEEL:-} ]]; then
@@ -82,16 +84,28 @@ export python
 
 # The plugins that the tests use and no other: whatever else the host has would warn, and warnings are errors.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+step doctor 60 "$out/doctor.log" "$python" -P -m jax_r2p doctor
 step tests "${LIMIT_TESTS:-540}" "$out/tests.log" \
   "$python" -P -m pytest -p xdist.plugin -p pytest_timeout -m gpu -n "$workers" --dist worksteal -p no:cacheprovider --junitxml "$out/tests.xml" \
   --durations 25 ${TESTS:-} tests/gpu
 step sanitize "${LIMIT_SANITIZE:-300}" "$out/sanitize.log" bash -c sanitize
 export PYTHONPATH=$PYTHONPATH${PEERS:+:$PEERS}
 step bench "${LIMIT_BENCH:-400}" "$out/bench.log" \
-  "$python" benchmarks/bench.py --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
+  "$python" -P -m jax_r2p bench --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
   --cases "${CASES:-all}" --impls "${IMPLS:-default}"
 step cold "${LIMIT_COLD:-120}" /dev/stdout \
-  "$python" benchmarks/bench.py --cold --out "$out/cold.jsonl" --commit "$commit"
+  "$python" -P -m jax_r2p bench --cold --out "$out/cold.jsonl" --commit "$commit"
+
+ablation() {
+  local ncu=${NCU:-$(command -v ncu || ls /usr/local/cuda*/bin/ncu 2>/dev/null | head -1)}
+  [[ -n ${ABLATION:-} ]] || { echo "ABLATION must name the folder of kernels"; return 1; }
+  "$python" benchmarks/ablation.py run "$ABLATION" --out "$out/ablation.jsonl" --commit "$commit" || return 1
+  [[ -z $ncu ]] || "$python" benchmarks/ablation.py counters "$ABLATION" --out "$out/counters.jsonl" \
+    --commit "$commit" --ncu "$ncu"
+}
+export -f ablation
+export out commit ABLATION=${ABLATION:+$(cd "$root" && realpath "$ABLATION")}
+step ablation "${LIMIT_ABLATION:-400}" "$out/ablation.log" bash -c ablation
 
 failed=0
 {

@@ -5,15 +5,16 @@ A sample is `calls` calls of one compiled function queued without waiting, then 
 checked, not assumed: the time until the last call was queued is measured too, and where it is most of the
 sample the row says `host_bound`.
 
-In each round every rival gives one sample, in an order that turns round from one round to the next, since a
-GPU at its power limit slows down with what ran before. The first round is thrown away. Each call takes the
-next of several sets of inputs, together more than twice the L2 cache, so no input is in it from the call
-before.
+In each round every rival gives one sample. A GPU at its power limit slows down with what ran before, so each
+round has an order of its own, drawn at random: in an order that only turned round, a rival would always
+follow the same two others. The first round is thrown away. Each call takes the next of several sets of
+inputs, together more than twice the L2 cache, so no input is in it from the call before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,42 +22,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workloads import Workload
+
+import jax_r2p
+from jax_r2p.bench.rivals import Arrays, Function
+from jax_r2p.bench.workloads import Workload
 
 L2_BYTES = 60 * 2**20  # H100 and H200: 50 to 60 MB
-SAMPLE_SECONDS = 0.03
 CALLS = (3, 400)  # least and most calls in a sample
 HOST_BOUND = 0.8  # share of a sample spent on queueing from which the device may have been waiting
 
 
 @dataclasses.dataclass
 class Samples:
-    """Milliseconds a call, one entry a round: until all was done, and until all was queued."""
+    """What the samples of one rival took.
+
+    Attributes:
+      calls: Calls in a sample.
+      total: Milliseconds a call until all was done, one entry a round.
+      queued: Milliseconds a call until all was queued, one entry a round.
+    """
 
     calls: int
     total: list[float] = dataclasses.field(default_factory=list)
     queued: list[float] = dataclasses.field(default_factory=list)
 
     def median(self) -> float:
+        """Milliseconds a call until all was done, median over the rounds."""
         return float(np.median(self.total))
 
+    def median_queued(self) -> float:
+        """Milliseconds a call until all was queued, median over the rounds."""
+        return float(np.median(self.queued))
+
     def host_bound(self) -> bool:
-        return float(np.median(self.queued)) > HOST_BOUND * self.median()
+        """Whether the device may have waited for the host."""
+        return self.median_queued() > HOST_BOUND * self.median()
 
 
-def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> list[tuple[Any, Any, Any]]:
-    """Standard normal bf16 inputs, never zeros (which run faster): at least two sets, and `least_bytes`
-    together.
+def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> list[Arrays]:
+    """Returns standard normal bf16 inputs, never zeros, which run faster.
+
+    Args:
+      w: Gives the shapes.
+      seed: Of the random numbers.
+      least_bytes: Of traffic that the sets cause together; there are at least two sets.
     """
     count = max(2, -(-least_bytes // w.bytes_moved()))
     shape_q = (w.batch, w.length, w.heads, w.head_dim)
     shape_k = (w.batch, w.length, w.kv_heads, w.head_dim)
 
     @jax.jit
-    def make(key):
-        keys = jax.random.split(key, 3)
-        shapes = (shape_q, shape_k, shape_k)
-        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+    def make(key: jax.Array) -> Arrays:
+        key_q, key_k, key_v = jax.random.split(key, 3)
+        return (
+            jax.random.normal(key_q, shape_q, jnp.bfloat16),
+            jax.random.normal(key_k, shape_k, jnp.bfloat16),
+            jax.random.normal(key_v, shape_k, jnp.bfloat16),
+        )
 
     return [make(key) for key in jax.random.split(jax.random.key(seed), count)]
 
@@ -66,14 +88,22 @@ def alternate(
     inputs: Sequence[tuple[Any, ...]],
     *,
     rounds: int,
-    sample_seconds: float = SAMPLE_SECONDS,
+    sample_seconds: float,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
-    """Time the functions in turns. `advance` is called after each sample, for a progress bar."""
+    """Times the functions in turns.
+
+    Args:
+      functions: Compiled functions by name, each called with the same inputs.
+      inputs: The sets of arguments that the calls go round.
+      rounds: Samples that count; one more, the first, is thrown away.
+      sample_seconds: Length of a sample, as far as `CALLS` allows.
+      advance: Called after each of the `rounds + 1` samples of each function.
+    """
     samples = {name: Samples(_calls(f, inputs, sample_seconds)) for name, f in functions.items()}
-    order = list(functions)
+    orders = random.Random(0)  # the same in every run
     for number in range(-1, rounds):
-        for name in order if number % 2 else order[::-1]:
+        for name in orders.sample(list(functions), len(functions)):
             total, queued = _sample(functions[name], inputs, samples[name].calls)
             if number >= 0:
                 samples[name].total.append(total)
@@ -83,7 +113,7 @@ def alternate(
 
 
 def _sample(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int) -> tuple[float, float]:
-    """One sample: milliseconds a call until done, and until queued. One call before it is not counted."""
+    """Returns milliseconds a call until done, and until queued. One call before them is not counted."""
     jax.block_until_ready(f(*inputs[-1]))
     start = time.perf_counter()
     for i in range(calls):
@@ -95,19 +125,22 @@ def _sample(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int
 
 
 def _calls(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], seconds: float) -> int:
-    """How many calls make a sample of `seconds`, by a few calls of warm-up."""
+    """Returns how many calls make a sample of `seconds`, by a few calls of warm-up."""
     total, _ = _sample(f, inputs, CALLS[0])
     return int(min(max(seconds * 1e3 / total, CALLS[0]), CALLS[1]))
 
 
-def relative_error(f: Callable[..., Any], w: Workload, arrays: tuple[Any, Any, Any]) -> float:
-    """|f - expected| / |expected| of the last rows of the first head, expected in float32 at full precision.
+def relative_error(f: Function, w: Workload, arrays: Arrays) -> float:
+    """Returns |f - expected| / |expected|, expected in float32 at full precision; NaN if `f` gives NaN.
 
-    A time means nothing beside a wrong result. The last rows alone are a smaller call, since masks are
-    aligned to the last key.
+    A time means nothing beside a wrong result. Only the last rows of the first head are compared: they are a
+    smaller call, since masks are aligned to the last key.
+
+    Args:
+      f: What is timed.
+      w: The workload that it was built for.
+      arrays: Inputs of that workload.
     """
-    import jax_r2p
-
     rows = min(256, w.length)
     q, k, v = arrays
     few = (q[:1, -rows:, :1], k[:1, :, :1], v[:1, :, :1])

@@ -1,7 +1,7 @@
 """The attention calls that are timed, and the work in each: one table for every rival.
 
-Sizes are those of real models at 32k tokens a call and hidden size 2048 (query heads * head dim): B = 32768 /
-T.
+Sizes are those of real models at 32k tokens a call and hidden size 2048 (query heads * head dim), so
+batch = 32768 / length.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ DENSE_PEAK_TFLOPS = 989.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call: query (batch, length, heads, head_dim), key and value (batch, length, kv_heads, head_dim),
-    bf16.
+    """One call, in bf16.
 
-    window: (left, right) tokens besides the own one, both ends inclusive; None is unbounded.
+    Attributes:
+      name: Key of the row, for example "causal_d128_s8192".
+      batch: Sequences.
+      length: Tokens of a sequence, queries and keys alike.
+      heads: Query heads. query is (batch, length, heads, head_dim).
+      kv_heads: Key heads. key and value are (batch, length, kv_heads, head_dim).
+      head_dim: Elements of a head.
+      is_causal: Whether a query sees no later key.
+      window: (left, right) tokens seen besides the own one, both ends included; None is unbounded.
     """
 
     name: str
@@ -30,40 +37,53 @@ class Workload:
     is_causal: bool = False
     window: tuple[int, int] | None = None
 
+    @property
+    def mask(self) -> str:
+        """The mask in words: "full", "causal" or "window (left, right)"."""
+        words = ["causal"] if self.is_causal else []
+        if self.window is not None:
+            words.append(f"window {self.window}")
+        return ", ".join(words) or "full"
+
     def pairs(self) -> int:
         """Query-key pairs that one head computes: those the mask lets through."""
         return visible_pairs(self.length, self.length, self.is_causal, self.window)
 
     def flops(self) -> int:
-        """Floating-point operations of the forward: 2 matmuls, 2 operations a multiply-add, visible pairs
-        only.
-        """
+        """Operations of the forward: 2 matmuls, 2 operations a multiply-add, visible pairs only."""
         return 4 * self.batch * self.heads * self.head_dim * self.pairs()
 
     def bytes_moved(self) -> int:
-        """The least traffic with memory: query, key, value read and out, residual written once."""
+        """Bytes of the least traffic with memory: query, key, value read and out, residual written once."""
         rows = self.batch * self.length
         return 2 * 2 * rows * (self.heads + self.kv_heads) * self.head_dim + 4 * rows * self.heads
 
 
 def visible_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> int:
-    """Pairs (i, j), i < t, j < s, with i+s-t-left <= j <= i+s-t+right, without going through them all."""
+    """Counts the pairs (i, j) with i+s-t-left <= j <= i+s-t+right, without going through them all.
+
+    Args:
+      t: Queries: 0 <= i < t.
+      s: Keys: 0 <= j < s.
+      is_causal: Whether `right` is at most 0.
+      window: (left, right) tokens; None is unbounded.
+    """
     left, right = (t + s, t + s) if window is None else window
     if is_causal:
         right = min(right, 0)
     offset = s - t
-    # row i sees keys max(0, i+offset-left) .. min(s-1, i+offset+right): s keys less those cut off on either
-    # side
+    # Row i sees keys max(0, i+offset-left) .. min(s-1, i+offset+right): those up to the right end, less those
+    # before the left end.
     cut_left = _sum_clamped(offset - left, t, s)
     seen_below = _sum_clamped(offset + right + 1, t, s)
     return seen_below - cut_left
 
 
 def _sum_clamped(first: int, count: int, limit: int) -> int:
-    """sum of min(max(first + i, 0), limit) over i in 0 .. count-1."""
+    """Returns the sum of min(max(first + i, 0), limit) over i in 0 .. count-1."""
 
     def positive(start: int) -> int:
-        """sum of max(start + i, 0)."""
+        """Returns the sum of max(start + i, 0)."""
         skipped = min(max(-start, 0), count)
         terms, low = count - skipped, start + skipped
         return terms * low + terms * (terms - 1) // 2
@@ -71,7 +91,19 @@ def _sum_clamped(first: int, count: int, limit: int) -> int:
     return positive(first) - positive(first - limit)
 
 
-def _row(kind: str, head_dim: int, length: int, *, kv_heads: int | None = None, batch: int | None = None):
+def _row(
+    kind: str, head_dim: int, length: int, *, kv_heads: int | None = None, batch: int | None = None
+) -> Workload:
+    """One row of the table.
+
+    Args:
+      kind: "full", "causal", "localL" or "localL_R", a window of L tokens to the left and R, else 0, to the
+        right.
+      head_dim: Elements of a head.
+      length: Tokens.
+      kv_heads: Key heads, shared by twice the query heads of the other rows; None for a head each.
+      batch: None for `TOKENS` in all.
+    """
     heads = HIDDEN // head_dim if kv_heads is None else 2 * HIDDEN // head_dim
     shared = "" if kv_heads is None else f"_gqa{heads // kv_heads}"
     window = None
@@ -113,25 +145,29 @@ WORKLOADS = (
 )
 
 HEADLINE = ("causal_d128_s8192", "full_d128_s8192", "causal_d64_s8192", "local64_d128_s8192")
-"""What the README shows and a quick run times."""
+"""A quick run: `--cases headline`."""
 
 
 def select(names: str) -> tuple[Workload, ...]:
-    """Workloads by name: "all", "headline", or names separated by commas, in the order of the table.
+    """Returns workloads by name, in the order of the table.
+
+    Args:
+      names: "all", "headline", or names separated by commas.
 
     Raises:
-      ValueError: a name that is not in the table.
+      ValueError: A name is not in the table.
     """
-    known = {w.name: w for w in WORKLOADS}
-    wanted = {"all": tuple(known), "headline": HEADLINE}.get(names) or tuple(names.split(","))
-    if unknown := set(wanted) - known.keys():
-        raise ValueError(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    known = [w.name for w in WORKLOADS]
+    wanted = {"all": known, "headline": HEADLINE}.get(names) or names.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"must be all, headline, or some of {', '.join(known)}; got {', '.join(unknown)!r}")
     return tuple(w for w in WORKLOADS if w.name in wanted)
 
 
 def shrink(w: Workload, factor: int) -> Workload:
-    """The same kind of call with batch and length divided, at least 1 and 16: for trying the benchmark
-    itself.
+    """The same kind of call with batch and length divided by `factor`, but at least 1 and 16.
+
+    For trying the benchmark itself, where there is no fast GPU.
     """
     if factor == 1:
         return w

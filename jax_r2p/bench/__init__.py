@@ -1,0 +1,1 @@
+"""Timing attention implementations side by side: what `jax-r2p bench` runs."""
