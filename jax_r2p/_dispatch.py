@@ -6,13 +6,13 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p._manifest import HEAD_DIM_MULTIPLE, Variant, load_manifest
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 Implementation = Literal["r2p", "xla"]
@@ -25,9 +25,6 @@ _ARCHS = {HOPPER: "sm_90a"}
 _KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 _BATCH_STRIDE_LIMIT = 1 << 40
 """Bytes: as far as the tensor memory accelerator reaches in one dimension."""
-
-_HEAD_DIM_MULTIPLE = 8
-"""Elements: the tensor memory accelerator wants strides of whole 16 bytes."""
 
 
 class FallbackWarning(UserWarning):
@@ -76,17 +73,16 @@ def choose(
     widest = max((variant.head_dim for variant in variants), default=0)
     if any(not isinstance(size, int) for shape in (query_shape, key_shape, value_shape) for size in shape):
         return f"no kernel takes symbolic dimensions, got query {query_shape} and key {key_shape}"
-    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > widest:
-        return f"no kernel takes {head_dim=}; multiples of {_HEAD_DIM_MULTIPLE} up to {widest} have one"
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim > widest:
+        return f"no kernel takes {head_dim=}; multiples of {HEAD_DIM_MULTIPLE} up to {widest} have one"
     for name, size in (("T", queries), ("S", keys), ("batch size times N", math.prod(batch) * heads)):
         if size > UNBOUNDED:
             return f"no kernel takes {name} = {size}; at most {UNBOUNDED} has one"
     for name, shape in (("query", query_shape), ("key", key_shape)):
         if math.prod(shape[-3:]) * dtype.itemsize >= _BATCH_STRIDE_LIMIT:
             return f"no kernel takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
-    if capability not in _ARCHS:
-        major, minor = capability
-        return f"no kernel for compute capability {major}.{minor}; 9.0 (Hopper) has one"
+    if reason := no_kernels(capability):
+        return reason
 
     mask = spec.effective(queries, keys).mask_kind
     wanted = (_ARCHS[capability], _KERNEL_DTYPES[dtype.name], mask)
@@ -100,17 +96,41 @@ def choose(
     return variant
 
 
+def no_kernels(capability: Capability) -> str | None:
+    """Returns why no kernel runs on GPUs of this compute capability; None if there are kernels for it."""
+    if capability in _ARCHS:
+        return None
+    major, minor = capability
+    return f"no kernel for compute capability {major}.{minor}; 9.0 (Hopper) has one"
+
+
+def dtype_of(variant: Variant) -> np.dtype[Any]:
+    """Returns the dtype of the arrays that a kernel takes."""
+    (name,) = (name for name, code in _KERNEL_DTYPES.items() if code == variant.dtype)
+    return np.dtype(name)
+
+
+def cuda_devices() -> list[jax.Device]:
+    """Returns this process's CUDA GPUs.
+
+    Raises:
+      RuntimeError: How jax says that there is no such backend.
+    """
+    return jax.local_devices(backend="cuda")
+
+
 def cuda_capabilities() -> frozenset[Capability]:
     """Returns the compute capabilities of this process's CUDA GPUs; empty where jax finds none."""
     try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # how jax says that there is no such backend
+        devices = cuda_devices()
+    except RuntimeError:
         return frozenset()
-    return frozenset(_parse_capability(device.compute_capability) for device in devices)
+    return frozenset(capability_of(device) for device in devices)
 
 
-def _parse_capability(text: str) -> Capability:
-    major, minor = text.split(".")
+def capability_of(device: jax.Device) -> Capability:
+    """Returns the compute capability of a CUDA GPU."""
+    major, minor = device.compute_capability.split(".")
     return int(major), int(minor)
 
 

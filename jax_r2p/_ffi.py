@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import pathlib
+import re
 import threading
 
 import jax
@@ -12,7 +13,15 @@ import jaxlib.version
 import numpy as np
 from jax import Array
 
-from jax_r2p._manifest import FOLDER, InstallationError, Variant, load_manifest, package_file, repair_hint
+from jax_r2p._manifest import (
+    FILE_NAME,
+    InstallationError,
+    Variant,
+    load_manifest,
+    package_file,
+    parse_manifest,
+    read_cubin,
+)
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 TARGET = "jax_r2p.attention_forward.v1"
@@ -127,12 +136,38 @@ def register() -> None:
         _register_once()
 
 
+def register_folder(folder: pathlib.Path) -> tuple[Variant, ...]:
+    """Hands the kernels of a folder that `jax_r2p.aot` wrote to the library, beside those of the package.
+
+    For measurements: `attention_forward` takes them, while `attention` knows only the package's own.
+
+    Returns:
+      The kernels of the folder.
+
+    Raises:
+      InstallationError: As in `register`, a file of the folder is missing or altered, or the name of a kernel
+        is in use for another.
+      ValueError: The folder's manifest is not one.
+    """
+    register()
+    variants = parse_manifest((folder / FILE_NAME).read_text("utf-8")).variants
+    with _lock:
+        library = load_library()
+        for variant in variants:
+            _add_variant(library, variant, read_cubin(variant, folder))
+    return variants
+
+
 @functools.cache
 def _register_once() -> None:
-    _check_jaxlib(jaxlib.version.__version__)
-    library = _load_library()
+    check_jaxlib(jaxlib.version.__version__)
+    library = load_library()
     for variant in load_manifest().variants:
-        _add_variant(library, variant)
+        try:
+            cubin: bytes | InstallationError = read_cubin(variant)
+        except InstallationError as problem:
+            cubin = problem
+        _add_variant(library, variant, cubin)
     jax.ffi.register_ffi_target(
         TARGET,
         {stage: jax.ffi.pycapsule(library[symbol]) for stage, symbol in _SYMBOLS.items()},
@@ -140,60 +175,51 @@ def _register_once() -> None:
     )
 
 
-def _check_jaxlib(version: str) -> None:
-    """Checked here because a handler that XLA refuses keeps its whole backend from starting."""
-    if tuple(int(part) for part in version.split(".")[:3]) < _OLDEST_JAXLIB:
+def release(version: str) -> tuple[int, ...]:
+    """Returns the first three numbers of a version, which is what versions are compared by."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def check_jaxlib(version: str) -> None:
+    """Raises InstallationError if the library does not run with this version of jaxlib.
+
+    Checked here because a handler that XLA refuses keeps its whole backend from starting.
+    """
+    if release(version) < _OLDEST_JAXLIB:
         oldest = ".".join(map(str, _OLDEST_JAXLIB))
         raise InstallationError(f"jax_r2p needs jaxlib {oldest} or later, found {version}")
 
 
-def _load_library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
+    """Returns the library; tells neither it nor XLA anything.
+
+    Raises:
+      InstallationError: The file is missing, cannot be loaded or is of another version.
+    """
     file = package_file(LIBRARY)
     try:
         library = ctypes.CDLL(str(file))
+        for symbol in _SYMBOLS.values():
+            library[symbol]
+        add_variant, add_broken_variant = library.r2p_add_variant, library.r2p_add_broken_variant
     except OSError as error:
         raise InstallationError(f"{file} cannot be loaded: {error}. Reinstall jax_r2p.") from error
-    library.r2p_add_variant.argtypes = [ctypes.POINTER(_Variant), ctypes.c_char_p, ctypes.c_size_t]
-    library.r2p_add_broken_variant.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-    ]
+    except AttributeError as error:
+        raise InstallationError(f"{file} is of another version: {error}. Reinstall jax_r2p.") from error
+    add_variant.argtypes = [ctypes.POINTER(_Variant), ctypes.c_char_p, ctypes.c_size_t]
+    add_broken_variant.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     return library
 
 
-def _add_variant(library: ctypes.CDLL, variant: Variant) -> None:
+def _add_variant(library: ctypes.CDLL, variant: Variant, cubin: bytes | InstallationError) -> None:
+    """Adds a kernel, or in its place what is wrong with its file."""
     error = ctypes.create_string_buffer(_ERROR_SIZE)
-    try:
-        cubin = read_cubin(variant)
-    except InstallationError as problem:
-        code = library.r2p_add_broken_variant(
-            variant.name.encode(), str(problem).encode(), error, _ERROR_SIZE
-        )
+    if isinstance(cubin, InstallationError):
+        code = library.r2p_add_broken_variant(variant.name.encode(), str(cubin).encode(), error, _ERROR_SIZE)
     else:
         code = library.r2p_add_variant(_to_c(variant, cubin), error, _ERROR_SIZE)
     if code:
         raise InstallationError(f"{package_file(LIBRARY)} refuses a kernel: {error.value.decode()}")
-
-
-def read_cubin(variant: Variant) -> bytes:
-    """Returns the kernel's code.
-
-    Raises:
-      InstallationError: The file is missing, or is not the one that the manifest describes.
-    """
-    file = package_file(FOLDER, variant.file)
-    try:
-        cubin = file.read_bytes()
-    except FileNotFoundError:
-        raise InstallationError(f"{file} is missing. {repair_hint(variant.name)}") from None
-    found = hashlib.sha256(cubin).hexdigest()
-    if found != variant.sha256:
-        raise InstallationError(
-            f"{file} is altered: expected sha256 {variant.sha256}, found {found}. {repair_hint(variant.name)}"
-        )
-    return cubin
 
 
 def _to_c(variant: Variant, cubin: bytes) -> _Variant:

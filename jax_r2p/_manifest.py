@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.resources
 import json
+import typing
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from typing import Any, Literal, TypeVar
@@ -23,6 +25,9 @@ FOLDER = "cubins"
 """Folder of the manifest and the cubin files, in the package."""
 
 FILE_NAME = "manifest.json"
+
+HEAD_DIM_MULTIPLE = 8
+"""Elements: the tensor memory accelerator wants strides of whole 16 bytes."""
 
 
 class InstallationError(RuntimeError):
@@ -138,13 +143,14 @@ def parse_manifest(text: str) -> Manifest:
         raise ValueError(f"format must be {FORMAT}, got {document['format']!r}")
     return Manifest(
         toolchain=_build(Toolchain, document["toolchain"]),
-        variants=tuple(_parse_variant(row) for row in document["variants"]),
+        variants=tuple(_parse_variant(row) for row in _require_list("variants", document["variants"])),
     )
 
 
 def _parse_variant(row: Mapping[str, Any]) -> Variant:
     _require_fields("Variant", row, _field_names(Variant))
-    parameters = tuple(_build(Parameter, parameter) for parameter in row["parameters"])
+    rows = _require_list("Variant.parameters", row["parameters"])
+    parameters = tuple(_build(Parameter, parameter) for parameter in rows)
     return _build(Variant, {**row, "parameters": parameters})
 
 
@@ -158,6 +164,11 @@ def _build(cls: type[_Row], values: Mapping[str, Any]) -> _Row:
             raise ValueError(
                 f"{cls.__name__}.{field.name} must be of type {expected.__name__}, got {value!r}"
             )
+    for name, hint in typing.get_type_hints(cls).items():
+        if typing.get_origin(hint) is Literal and values[name] not in typing.get_args(hint):
+            raise ValueError(
+                f"{cls.__name__}.{name} must be one of {list(typing.get_args(hint))}, got {values[name]!r}"
+            )
     return cls(**values)
 
 
@@ -169,6 +180,12 @@ def _require_fields(what: str, values: object, names: set[str]) -> None:
     got = sorted(values) if isinstance(values, dict) else type(values).__name__
     if got != sorted(names):
         raise ValueError(f"{what} must be an object with the fields {sorted(names)}, got {got}")
+
+
+def _require_list(what: str, values: object) -> list[Any]:
+    if not isinstance(values, list):
+        raise ValueError(f"{what} must be a list, got {values!r}")
+    return values
 
 
 def package_file(*parts: str) -> Traversable:
@@ -197,5 +214,26 @@ def load_manifest() -> Manifest:
         return parse_manifest(file.read_text("utf-8"))
     except FileNotFoundError:
         raise InstallationError(f"{file} is missing. {repair_hint()}") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InstallationError(f"{file} cannot be read: {error}. {repair_hint()}") from error
+
+
+def read_cubin(variant: Variant, folder: Traversable | None = None) -> bytes:
+    """Returns the kernel's code, from the installed package or from another folder of compiled kernels.
+
+    Raises:
+      InstallationError: The file is missing, or is not the one that the manifest describes.
+    """
+    file = (package_file(FOLDER) if folder is None else folder).joinpath(variant.file)
+    try:
+        cubin = file.read_bytes()
+    except FileNotFoundError:
+        raise InstallationError(f"{file} is missing. {repair_hint(variant.name)}") from None
+    except OSError as error:
+        raise InstallationError(f"{file} cannot be read: {error}. {repair_hint(variant.name)}") from error
+    found = hashlib.sha256(cubin).hexdigest()
+    if found != variant.sha256:
+        raise InstallationError(
+            f"{file} is altered: expected sha256 {variant.sha256}, found {found}. {repair_hint(variant.name)}"
+        )
+    return cubin

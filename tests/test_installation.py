@@ -12,6 +12,7 @@ import time
 
 import jax
 import pytest
+from launch_stub import build_native
 
 from jax_r2p import _ffi, _manifest
 from jax_r2p._manifest import FILE_NAME, FOLDER, InstallationError, Manifest, load_manifest, parse_manifest
@@ -48,7 +49,7 @@ def damage(package, **changes):
 def test_manifest_is_read_back(package):
     (variant,) = load_manifest().variants
     assert parse_manifest(load_manifest().to_json()) == load_manifest()
-    assert _ffi.read_cubin(variant)[:4] == b"\x7fELF"
+    assert _manifest.read_cubin(variant)[:4] == b"\x7fELF"
 
 
 def test_missing_manifest(package):
@@ -69,6 +70,8 @@ def test_missing_manifest(package):
             {"parameters": [{"name": "lse", "size": 8}]},
             "Parameter must be an object with the fields .*'offset'",
         ),
+        ({"parameters": 7}, "Variant.parameters must be a list, got 7"),
+        ({"dtype": "fp8"}, r"Variant.dtype must be one of \['bf16', 'fp16'\], got 'fp8'"),
         ({"parameters": [7]}, "Parameter must be an object with the fields .*, got int"),
     ],
 )
@@ -93,6 +96,20 @@ def test_no_manifest_at_all(package, text, message):
         load_manifest()
 
 
+def test_variants_that_are_no_list(package):
+    path = package / FOLDER / FILE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "variants": 12}))
+    with pytest.raises(InstallationError, match="cannot be read: variants must be a list, got 12"):
+        load_manifest()
+
+
+def test_manifest_that_is_no_file(package):
+    (package / FOLDER / FILE_NAME).unlink()
+    (package / FOLDER / FILE_NAME).mkdir()
+    with pytest.raises(InstallationError, match=rf"cannot be read: .*Is a directory.*{REMEDY}"):
+        load_manifest()
+
+
 def test_names_are_unique_and_sorted():
     first, second, *_ = load_manifest().variants
     for variants in ((second, first), (first, first)):
@@ -106,7 +123,15 @@ def test_missing_cubin(package):
     with pytest.raises(
         InstallationError, match=rf"{variant.file} is missing\. {REMEDY} --only {variant.name}`"
     ):
-        _ffi.read_cubin(variant)
+        _manifest.read_cubin(variant)
+
+
+def test_cubin_that_is_no_file(package):
+    (variant,) = load_manifest().variants
+    (package / FOLDER / variant.file).unlink()
+    (package / FOLDER / variant.file).mkdir()
+    with pytest.raises(InstallationError, match=rf"{variant.file} cannot be read: .* directory.*{REMEDY}"):
+        _manifest.read_cubin(variant)
 
 
 def test_altered_cubin(package):
@@ -115,17 +140,26 @@ def test_altered_cubin(package):
     found = hashlib.sha256(b"other bytes").hexdigest()
     message = rf"{variant.file} is altered: expected sha256 {variant.sha256}, found {found}\. {REMEDY}"
     with pytest.raises(InstallationError, match=rf"{message} --only {variant.name}`"):
-        _ffi.read_cubin(variant)
+        _manifest.read_cubin(variant)
 
 
 def test_missing_library(package):
     with pytest.raises(InstallationError, match=r"libjax_r2p\.so cannot be loaded: .*\. Reinstall jax_r2p"):
-        _ffi._load_library()
+        _ffi.load_library()
 
 
-@pytest.mark.parametrize("version", ["0.7.2", "0.8.0", "0.10.2", "0.12.0.1", "1.0", "0.11.0.dev20260101"])
+def test_library_of_another_version(package):
+    """Any library that has none of the functions."""
+    (package / _ffi.LIBRARY).symlink_to(build_native("driver_stub.c", "other.so"))
+    with pytest.raises(InstallationError, match=r"libjax_r2p\.so is of another version: .*\. Reinstall"):
+        _ffi.load_library()
+
+
+@pytest.mark.parametrize(
+    "version", ["0.7.2", "0.8.0", "0.10.2", "0.12.0.1", "1.0", "0.11.0.dev20260101", "0.8.0rc1", "0.7.2+here"]
+)
 def test_jaxlib_that_will_do(version):
-    _ffi._check_jaxlib(version)
+    _ffi.check_jaxlib(version)
 
 
 @pytest.mark.parametrize("version", ["0.7.1", "0.6.2", "0.4.38"])
@@ -133,7 +167,7 @@ def test_jaxlib_that_is_too_old(version):
     with pytest.raises(
         InstallationError, match=rf"needs jaxlib 0\.7\.2 or later, found {re.escape(version)}"
     ):
-        _ffi._check_jaxlib(version)
+        _ffi.check_jaxlib(version)
 
 
 class Recorder:
@@ -175,7 +209,7 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
         libraries.append(Recorder())
         return libraries[-1]
 
-    monkeypatch.setattr(_ffi, "_load_library", load)
+    monkeypatch.setattr(_ffi, "load_library", load)
     threads = [threading.Thread(target=_ffi.register) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -193,14 +227,14 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
 
 def test_what_the_library_is_told(registered, monkeypatch):
     library = Recorder()
-    monkeypatch.setattr(_ffi, "_load_library", lambda: library)
+    monkeypatch.setattr(_ffi, "load_library", lambda: library)
     _ffi.register()
     variant, told = load_manifest().variants[0], library.good[0]
     assert told.struct_size == ctypes.sizeof(told)
     assert told.entry.decode() == variant.entry
     # Read as a bytes object it would end at the first zero.
     address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
-    assert ctypes.string_at(address, told.cubin_size) == _ffi.read_cubin(variant)
+    assert ctypes.string_at(address, told.cubin_size) == _manifest.read_cubin(variant)
     for name in ("head_dim", "tile_m", "tile_n", "threads", "shared_memory"):
         assert getattr(told, name) == getattr(variant, name)
     assert {v.name.decode(): v.dtype for v in library.good} == {
@@ -212,7 +246,7 @@ def test_what_the_library_is_told(registered, monkeypatch):
 
 def test_a_broken_kernel_does_not_keep_others_from_running(package, registered, monkeypatch):
     library = Recorder()
-    monkeypatch.setattr(_ffi, "_load_library", lambda: library)
+    monkeypatch.setattr(_ffi, "load_library", lambda: library)
     (variant,) = load_manifest().variants
     (package / FOLDER / variant.file).unlink()
     _ffi.register()
@@ -224,10 +258,69 @@ def test_a_broken_kernel_does_not_keep_others_from_running(package, registered, 
 
 
 def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
-    monkeypatch.setattr(_ffi, "_load_library", lambda: Recorder(code=1))
+    monkeypatch.setattr(_ffi, "load_library", lambda: Recorder(code=1))
     with pytest.raises(InstallationError, match=r"libjax_r2p\.so refuses a kernel: what is wrong"):
         _ffi.register()
     assert registered == []
-    monkeypatch.setattr(_ffi, "_load_library", Recorder)
+    monkeypatch.setattr(_ffi, "load_library", Recorder)
     _ffi.register()
     assert len(registered) == 1
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two kernels that a build has written elsewhere, under names of their own."""
+    variants = []
+    for number, variant in enumerate(load_manifest().variants[:2]):
+        name = f"other_{number}"
+        variants.append(dataclasses.replace(variant, name=name, file=f"{name}.cubin"))
+        (tmp_path / f"{name}.cubin").write_bytes(_manifest.read_cubin(variant))
+    manifest = Manifest(toolchain=load_manifest().toolchain, variants=tuple(variants))
+    (tmp_path / FILE_NAME).write_text(manifest.to_json())
+    return tmp_path
+
+
+def test_kernels_of_a_folder(registered, monkeypatch, folder):
+    """They come after the package's own."""
+    library = Recorder()
+    monkeypatch.setattr(_ffi, "load_library", lambda: library)
+    variants = _ffi.register_folder(folder)
+    assert [variant.name for variant in variants] == ["other_0", "other_1"]
+    own = [variant.name for variant in load_manifest().variants]
+    assert [told.name.decode() for told in library.good] == [*own, "other_0", "other_1"]
+    for variant, told in zip(variants, library.good[-2:], strict=True):
+        address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
+        cubin = ctypes.string_at(address, told.cubin_size)
+        assert hashlib.sha256(cubin).hexdigest() == variant.sha256
+    assert len(registered) == 1
+
+
+@pytest.mark.parametrize(("contents", "problem"), [(b"other bytes", "altered"), (None, "missing")])
+def test_a_broken_kernel_of_a_folder(registered, monkeypatch, folder, contents, problem):
+    """Is an error at once: who measures it wants it."""
+    library = Recorder()
+    monkeypatch.setattr(_ffi, "load_library", lambda: library)
+    (folder / "other_1.cubin").unlink()
+    if contents is not None:
+        (folder / "other_1.cubin").write_bytes(contents)
+    with pytest.raises(InstallationError, match=rf"{re.escape(str(folder))}/other_1\.cubin is {problem}"):
+        _ffi.register_folder(folder)
+    assert library.broken == []
+
+
+def test_a_name_that_is_in_use_for_another_kernel(registered, folder):
+    """The library itself says so; the same kernel it takes again."""
+    own = load_manifest().variants[0]
+    other = dataclasses.replace(own, tile_m=own.tile_m + 64)
+    (folder / own.file).write_bytes(_manifest.read_cubin(own))
+
+    def write(variant):
+        manifest = Manifest(toolchain=load_manifest().toolchain, variants=(variant,))
+        (folder / FILE_NAME).write_text(manifest.to_json())
+
+    write(own)
+    assert _ffi.register_folder(folder) == (own,)
+    write(other)
+    message = rf"libjax_r2p\.so refuses a kernel: variant: '{own.name}' is registered already"
+    with pytest.raises(InstallationError, match=message):
+        _ffi.register_folder(folder)
