@@ -1,139 +1,12 @@
-"""The machine code of the installed kernels: masks by R2P but not in the interior, no spills, no waits."""
+"""The parser of machine code, on assembly written by hand: instructions, loops, and the parts of a round."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib.util
 import textwrap
 
 import pytest
 
-from jax_r2p._manifest import FOLDER, Variant, load_manifest, package_file
 from jax_r2p.aot import sass
-from jax_r2p.aot.variants import VARIANTS
-
-ROWS_OF_THREAD = 2
-MATMUL_DEPTH = 16
-"""Columns of A that one WGMMA of a 16-bit type takes."""
-
-MASKED_LOOPS = {"none": 0, "causal": 1, "window": 2}
-"""Loops over key blocks that a bound crosses: the right one, then the left one."""
-
-
-@functools.cache
-def disassemble(name: str) -> tuple[Variant, sass.Kernel]:
-    (variant,) = [variant for variant in load_manifest().variants if variant.name == name]
-    return variant, sass.disassemble(package_file(FOLDER, variant.file).read_bytes())
-
-
-@pytest.fixture(params=VARIANTS)
-def kernel(request: pytest.FixtureRequest) -> tuple[Variant, sass.Kernel]:
-    try:
-        return disassemble(request.param)
-    except sass.NvdisasmNotFoundError as error:
-        pytest.skip(str(error))
-
-
-def r2p_of_a_row(variant: Variant) -> int:
-    """One R2P takes a byte of a mask word. A thread has a quarter of a row's columns, 32 to a word."""
-    elements = variant.tile_n // 4
-    return sum(-(-min(32, elements - start) // 8) for start in range(0, elements, 32))
-
-
-def matmuls_of_a_block(variant: Variant) -> int:
-    """S = Q K^T runs over the head dim, O += P V over the keys of the block."""
-    return variant.head_dim // MATMUL_DEPTH + variant.tile_n // MATMUL_DEPTH
-
-
-def loops_over_blocks(code: sass.Kernel) -> tuple[list[sass.Code], list[sass.Code]]:
-    """The consumers' loops over key blocks: those that mask, and those that do not."""
-    loops = code.innermost_loops("HGMMA", "MUFU")
-    return [loop for loop in loops if "R2P" in loop], [loop for loop in loops if "R2P" not in loop]
-
-
-def test_loops(kernel: tuple[Variant, sass.Kernel]) -> None:
-    variant, code = kernel
-    masked, interior = loops_over_blocks(code)
-    assert (len(masked), len(interior)) == (MASKED_LOOPS[variant.mask], 1)
-
-
-def test_masks_expand_by_r2p(kernel: tuple[Variant, sass.Kernel]) -> None:
-    variant, code = kernel
-    masked, _ = loops_over_blocks(code)
-    words = r2p_of_a_row(variant)
-    # The end of the keys is the same for both rows, so they share its words. Other bounds move by row.
-    first_block = words * (1 if variant.mask == "none" else ROWS_OF_THREAD)
-    assert [loop.count("R2P") for loop in masked] == [words * ROWS_OF_THREAD] * len(masked)
-    assert code.count("R2P") == first_block + len(masked) * words * ROWS_OF_THREAD
-
-
-def test_masked_blocks_have_no_compare_per_element(kernel: tuple[Variant, sass.Kernel]) -> None:
-    variant, code = kernel
-    elements = ROWS_OF_THREAD * variant.tile_n // 4
-    for loop in loops_over_blocks(code)[0]:
-        assert loop.count("FSEL") >= elements, "every score is kept or not"
-        # One bit in eight is tested on its own, mostly by LOP3. Counters and waits need a few compares too.
-        assert loop.count("ISETP") < elements // 4
-
-
-def test_interior_has_no_mask(kernel: tuple[Variant, sass.Kernel]) -> None:
-    _, code = kernel
-    (interior,) = loops_over_blocks(code)[1]
-    assert interior.counts(["R2P", "FSEL"]) == {"R2P": 0, "FSEL": 0}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="cutlass is not installed")
-def test_compare_lowering_masks_by_compares() -> None:
-    """The second lowering: no R2P, and two compares an element where a window has two bounds."""
-    from jax_r2p.aot.compile import compile_variants
-
-    row = VARIANTS["fwd_bf16_d64_window"]
-    config = dataclasses.replace(row.config, mask_lowering="compare")
-    [compiled] = compile_variants([dataclasses.replace(row, config=config)])
-    try:
-        code = sass.disassemble(compiled.cubin)
-    except sass.NvdisasmNotFoundError as error:
-        pytest.skip(str(error))
-    elements = ROWS_OF_THREAD * config.tile_n // 4
-    loops = sorted((loop.count("ISETP") for loop in code.innermost_loops("HGMMA", "MUFU")), reverse=True)
-    assert code.count("R2P") == 0
-    # Both bounds, the left one alone, and none.
-    assert loops[0] >= 2 * elements
-    assert elements <= loops[1] < 2 * elements
-    assert loops[2] < elements // 2
-
-
-def test_no_local_memory(kernel: tuple[Variant, sass.Kernel]) -> None:
-    variant, code = kernel
-    spilled = code.count("LDL") + code.count("STL")
-    assert (spilled > 0) == (VARIANTS[variant.name].declared_spills > 0)
-    for loop in code.innermost_loops("HGMMA"):
-        assert loop.counts(["LDL", "STL"]) == {"LDL": 0, "STL": 0}
-
-
-def test_matmuls(kernel: tuple[Variant, sass.Kernel]) -> None:
-    variant, code = kernel
-    matmuls = matmuls_of_a_block(variant)
-    masked, interior = loops_over_blocks(code)
-    assert {loop.count("HGMMA") for loop in masked + interior} == {matmuls}
-    # The first scores before the loops and the last values after them make one more block.
-    assert code.count("HGMMA") == (len(masked + interior) + 1) * matmuls
-
-
-def test_matmuls_stay_in_flight(kernel: tuple[Variant, sass.Kernel]) -> None:
-    """One wait per group of matmuls: where the compiler puts them in series, each has its own."""
-    _, code = kernel
-    masked, interior = loops_over_blocks(code)
-    groups = 2
-    assert [loop.count("WARPGROUP.DEPBAR") for loop in masked + interior] == [groups] * len(masked + interior)
-    assert code.count("WARPGROUP.DEPBAR") == (len(masked + interior) + 1) * groups
-
-
-def test_registers_move_once_per_role(kernel: tuple[Variant, sass.Kernel]) -> None:
-    """The producer gives registers away, the consumers take them."""
-    _, code = kernel
-    assert code.count("USETMAXREG") == 2
 
 
 def assembly(text: str) -> sass.Kernel:
@@ -180,10 +53,35 @@ def test_parse() -> None:
     }
 
 
+def test_opcodes_hold_lower_case_letters() -> None:
+    """As the shape of a matmul does, whose "x" once ended the opcode."""
+    (matmul,) = (i for i in assembly(WAIT_IN_LOOP).instructions if i.is_a("HGMMA"))
+    assert matmul.opcode == "HGMMA.64x64x16.F32.BF16"
+    assert matmul.operands == "R24, gdesc[UR4], R24, gsb0"
+    assert matmul.is_a("HGMMA.64x64x16")
+    assert not matmul.is_a("HGMMA.64")
+
+
 def test_loops_take_in_what_was_moved_away() -> None:
     outer, inner = assembly(WAIT_IN_LOOP).loops()
     assert addresses(outer) == [0x20, 0x30, 0x40, 0x50, 0x60, 0x80, 0x90, 0xA0]
     assert addresses(inner) == [0x30, 0x40, 0x80, 0x90]
+    assert (outer.head, inner.head) == (0x20, 0x30)
+
+
+def test_head_of_a_loop_that_is_entered_in_the_middle() -> None:
+    """Its head is where each round begins, which need not be its lowest address."""
+    (loop,) = assembly("""
+        /*0000*/      BRA `(.L_head) ;
+    .L_body:
+        /*0010*/      IADD3 R0, R0, 0x1, RZ ;
+    .L_head:
+        /*0020*/      ISETP.GT.AND P0, PT, R0, R1, PT ;
+        /*0030*/  @P0 BRA `(.L_body) ;
+        /*0040*/      EXIT ;
+    """).loops()
+    assert addresses(loop) == [0x10, 0x20, 0x30]
+    assert loop.head == 0x20
 
 
 def test_innermost_loops_with_an_opcode() -> None:
@@ -192,6 +90,107 @@ def test_innermost_loops_with_an_opcode() -> None:
     assert code.innermost_loops("SYNCS") == (inner,)
     assert code.innermost_loops("SYNCS", "HGMMA") == (outer,)
     assert code.innermost_loops("MUFU") == ()
+
+
+# One round over tiles (0x10 to 0xc0): code before the first loop, with a wait (0x20) whose slow path stands
+# behind the end; two loops over blocks in the order 0x80, 0x50, against that of their addresses; code after.
+ROUND = """
+        /*0000*/      MOV R0, 0x400 ;
+    .L_tile:
+        /*0010*/      MOV R1, RZ ;
+        /*0020*/      SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R0], R2 ;
+        /*0030*/ @!P1 BRA `(.L_slow) ;
+    .L_ready:
+        /*0040*/  @P2 BRA `(.L_first) ;
+    .L_second:
+        /*0050*/      MUFU.EX2 R4, R4 ;
+        /*0060*/  @P0 BRA `(.L_second) ;
+        /*0070*/      BRA `(.L_after) ;
+    .L_first:
+        /*0080*/      HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*0090*/  @P0 BRA `(.L_first) ;
+        /*00a0*/      BRA `(.L_second) ;
+    .L_after:
+        /*00b0*/      STG.E [R2], R4 ;
+        /*00c0*/  @P3 BRA `(.L_tile) ;
+        /*00d0*/      EXIT ;
+    .L_slow:
+        /*00e0*/      SYNCS.PHASECHK.TRANS64 P1, [R0], R2 ;
+        /*00f0*/ @!P1 BRA `(.L_slow) ;
+        /*0100*/      BRA `(.L_ready) ;
+"""
+
+
+def loop_at(code: sass.Kernel, head: int) -> sass.Loop:
+    (loop,) = (loop for loop in code.loops() if loop.head == head)
+    return loop
+
+
+def test_divide_round() -> None:
+    code = assembly(ROUND)
+    outer, second, first = (loop_at(code, head) for head in (0x10, 0x50, 0x80))
+    for inner in ((second, first), (first, second)):
+        before, loops = code.divide_round(outer, inner)
+        assert loops == (first, second)
+        assert addresses(before) == [0x10, 0x20, 0x30, 0x40, 0xE0, 0xF0, 0x100], "neither setup nor the end"
+
+
+def test_divide_round_at_one_loop() -> None:
+    """What stands before it includes the other loop, but nothing behind it."""
+    code = assembly(ROUND)
+    outer, second = loop_at(code, 0x10), loop_at(code, 0x50)
+    before, loops = code.divide_round(outer, [second])
+    assert loops == (second,)
+    assert addresses(before) == [0x10, 0x20, 0x30, 0x40, 0x80, 0x90, 0xA0, 0xE0, 0xF0, 0x100]
+
+
+# Loops at 0x20 and 0x40 in one over tiles (0x10 to 0x60): a round runs through one of them.
+EITHER = """
+        /*0000*/      MOV R0, 0x400 ;
+    .L_tile:
+        /*0010*/  @P2 BRA `(.L_other) ;
+    .L_one:
+        /*0020*/  @P0 BRA `(.L_one) ;
+        /*0030*/      BRA `(.L_after) ;
+    .L_other:
+        /*0040*/  @P0 BRA `(.L_other) ;
+    .L_after:
+        /*0050*/      STG.E [R2], R4 ;
+        /*0060*/  @P3 BRA `(.L_tile) ;
+        /*0070*/      EXIT ;
+"""
+
+# Loops at 0x30 and 0x40 in one over tiles (0x10 to 0x60): the second may be followed by the first.
+AGAIN = """
+        /*0000*/      MOV R0, 0x400 ;
+    .L_tile:
+        /*0010*/      MOV R1, RZ ;
+    .L_again:
+        /*0020*/      MOV R2, RZ ;
+    .L_one:
+        /*0030*/  @P0 BRA `(.L_one) ;
+    .L_other:
+        /*0040*/  @P0 BRA `(.L_other) ;
+        /*0050*/  @P1 BRA `(.L_again) ;
+        /*0060*/  @P3 BRA `(.L_tile) ;
+        /*0070*/      EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "heads"), [(EITHER, (0x20, 0x40)), (AGAIN, (0x30, 0x40))], ids=["either", "again"]
+)
+def test_divide_round_refuses_loops_in_no_fixed_order(text: str, heads: tuple[int, int]) -> None:
+    code = assembly(text)
+    outer, inner = loop_at(code, 0x10), [loop_at(code, head) for head in heads]
+    with pytest.raises(sass.SassError, match=r"the loops at 0x\d0, 0x40 have no fixed order"):
+        code.divide_round(outer, inner)
+
+
+def test_divide_round_refuses_no_loops() -> None:
+    code = assembly(ROUND)
+    with pytest.raises(sass.SassError, match="no loops to divide a round at"):
+        code.divide_round(loop_at(code, 0x10), [])
 
 
 def test_no_loops() -> None:
@@ -240,5 +239,5 @@ def test_disassembler_error_is_passed_on() -> None:
 def test_missing_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(sass.NvdisasmNotFoundError, match="pip install nvidia-cuda-nvdisasm"):
+    with pytest.raises(sass.NvdisasmNotFoundError, match=r"pip install 'jax_r2p\[audit\]'"):
         sass.find_nvdisasm()

@@ -22,7 +22,9 @@ from jax_r2p._manifest import Parameter, Toolchain, Variant
 from jax_r2p.aot import checks, elf, parameters
 from jax_r2p.aot.variants import ARCH, VariantRow
 
-_COMPILER = "nvidia-cutlass-dsl"
+COMPILER = "nvidia-cutlass-dsl"
+"""The distribution whose version decides the kernels' bytes."""
+
 _SWITCHES = "CUTE_DSL_"
 _ENTRY_PREFIX = "r2p_"
 
@@ -51,8 +53,7 @@ def compile_variants(rows: Sequence[VariantRow], *, jobs: int | None = None) -> 
       BuildError: There is no compiler, or a variant does not compile or breaks a rule of `checks`. Those not
         yet started are dropped then.
     """
-    if importlib.util.find_spec("cutlass") is None:
-        raise BuildError(f"the kernel compiler {_COMPILER} is not installed: pip install jax_r2p[aot]")
+    require_compiler()
     if not rows:
         return
     workers = min(jobs or os.cpu_count() or 1, len(rows))
@@ -72,6 +73,16 @@ def compile_variants(rows: Sequence[VariantRow], *, jobs: int | None = None) -> 
                 raise BuildError(f"one of {unfinished}: the compiler's process died") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def require_compiler() -> None:
+    """Checks that the kernel compiler is installed.
+
+    Raises:
+      BuildError: It is not.
+    """
+    if importlib.util.find_spec("cutlass") is None:
+        raise BuildError(f"the kernel compiler {COMPILER} is not installed: pip install jax_r2p[aot]")
 
 
 def _succeeded(future: concurrent.futures.Future[CompiledVariant]) -> bool:
@@ -190,7 +201,7 @@ def _describe(
 
 def _toolchain(ptx: str, facts: elf.KernelFacts) -> Toolchain:
     return Toolchain(
-        cutlass_dsl=importlib.metadata.version(_COMPILER),
+        cutlass_dsl=importlib.metadata.version(COMPILER),
         nvvm=_search(r"^// Cuda compilation tools, release [\d.]+, V([\d.]+)$", ptx),
         ptx=_search(r"^\.version ([\d.]+)$", ptx),
         cuda=facts.cuda_version,

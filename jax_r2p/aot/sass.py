@@ -12,11 +12,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 # The lines of an instruction, as in "/*0150*/  @!P0 BRA `(.L_x_0) ;", and of a label, as in ".L_x_0:".
 _INSTRUCTION = re.compile(
-    r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?:@(?P<guard>!?U?P[T0-9]+)\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)(?P<operands>[^;]*);"
+    r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?:@(?P<guard>!?U?P[T0-9]+)\s+)?(?P<opcode>[A-Z][A-Za-z0-9_.]*)(?P<operands>[^;]*);"
 )
 _LABEL = re.compile(r"^(?P<label>[.\w$]+):\s*$")
 _TARGET = re.compile(r"`\((?P<label>[.\w$]+)\)")
@@ -59,7 +59,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Instructions in address order: a kernel, or the body of one loop."""
+    """Instructions in address order: a kernel, or a part of one."""
 
     instructions: tuple[Instruction, ...]
 
@@ -79,6 +79,17 @@ class Code:
 
 
 @dataclasses.dataclass(frozen=True)
+class Loop(Code):
+    """The body of a loop.
+
+    Attributes:
+      head: Address of the block that each round begins with.
+    """
+
+    head: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel(Code):
     """A whole kernel.
 
@@ -88,7 +99,7 @@ class Kernel(Code):
 
     labels: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def loops(self) -> tuple[Code, ...]:
+    def loops(self) -> tuple[Loop, ...]:
         """All loops, outer ones first, each with the instructions of the loops inside it.
 
         These are natural loops: what runs between the head of a loop and a jump back to it. Code that the
@@ -96,7 +107,7 @@ class Kernel(Code):
         """
         return _natural_loops(self)
 
-    def innermost_loops(self, *opcodes: str) -> tuple[Code, ...]:
+    def innermost_loops(self, *opcodes: str) -> tuple[Loop, ...]:
         """The loops that hold all of `opcodes` and no smaller loop that does so too."""
         loops = [loop for loop in self.loops() if all(opcode in loop for opcode in opcodes)]
         bodies = [frozenset(loop.instructions) for loop in loops]
@@ -105,6 +116,17 @@ class Kernel(Code):
             for loop, body in zip(loops, bodies, strict=True)
             if not any(other < body for other in bodies)
         )
+
+    def divide_round(self, outer: Loop, inner: Sequence[Loop]) -> tuple[Code, tuple[Loop, ...]]:
+        """Divides one round of `outer` at loops inside it that it runs through one after another.
+
+        Returns:
+          What a round runs through before the first of them, and `inner` in the order of the round.
+
+        Raises:
+          SassError: A round can run through them in more than one order, or there is none.
+        """
+        return _divide_round(self, outer, inner)
 
 
 def find_nvdisasm() -> pathlib.Path:
@@ -119,7 +141,7 @@ def find_nvdisasm() -> pathlib.Path:
             return path
     on_path = shutil.which("nvdisasm")
     if on_path is None:
-        raise NvdisasmNotFoundError("no nvdisasm: run `pip install nvidia-cuda-nvdisasm`, or put it on PATH")
+        raise NvdisasmNotFoundError("no nvdisasm: `pip install 'jax_r2p[audit]'`, or put it on PATH")
     return pathlib.Path(on_path)
 
 
@@ -167,12 +189,9 @@ def parse(text: str) -> Kernel:
     return Kernel(tuple(instructions), labels)
 
 
-def _natural_loops(kernel: Kernel) -> tuple[Code, ...]:
+def _natural_loops(kernel: Kernel) -> tuple[Loop, ...]:
     successors = _flow(kernel)
-    predecessors: dict[int, set[int]] = collections.defaultdict(set)
-    for source, targets in successors.items():
-        for target in targets:
-            predecessors[target].add(source)
+    predecessors = _reversed(successors)
     dominators = _dominators(kernel.instructions[0].address, successors, predecessors)
 
     bodies: dict[int, set[int]] = {}
@@ -186,8 +205,52 @@ def _natural_loops(kernel: Kernel) -> tuple[Code, ...]:
                     body.add(block)
                     todo.extend(block for block in predecessors[block] if block in dominators)
     blocks = _blocks(kernel, successors)
-    loops = [Code(tuple(i for block in sorted(body) for i in blocks[block])) for body in bodies.values()]
-    return tuple(sorted(loops, key=lambda loop: (-len(loop), loop.instructions[0].address)))
+    loops = [
+        Loop(tuple(i for block in sorted(body) for i in blocks[block]), head) for head, body in bodies.items()
+    ]
+    return tuple(sorted(loops, key=lambda loop: (-len(loop), loop.head)))
+
+
+def _divide_round(kernel: Kernel, outer: Loop, inner: Sequence[Loop]) -> tuple[Code, tuple[Loop, ...]]:
+    if not inner:
+        raise SassError("no loops to divide a round at")
+    body = {instruction.address for instruction in outer.instructions}
+    # Without the jumps back to the head, and without those out of the loop.
+    successors = {
+        block: {target for target in targets if target in body and target != outer.head}
+        for block, targets in _flow(kernel).items()
+        if block in body
+    }
+    after = {loop.head: _reachable(loop.head, successors) for loop in inner}
+    order = sorted(inner, key=lambda loop: -sum(other.head in after[loop.head] for other in inner))
+    for number, loop in enumerate(order):
+        later = {other.head for other in order[number + 1 :]}
+        earlier = {other.head for other in order[:number]}
+        if not later <= after[loop.head] or earlier & after[loop.head]:
+            raise SassError(f"the loops at {', '.join(hex(loop.head) for loop in order)} have no fixed order")
+    first = {instruction.address for instruction in order[0].instructions}
+    predecessors = _reversed({block: targets for block, targets in successors.items() if block not in first})
+    blocks = _blocks(kernel, _flow(kernel))
+    leading = _reachable(order[0].head, predecessors) - {order[0].head}
+    return Code(tuple(i for block in sorted(leading) for i in blocks[block])), tuple(order)
+
+
+def _reachable(start: int, successors: Mapping[int, set[int]]) -> set[int]:
+    """Returns the blocks that can run after `start`, and itself."""
+    found, todo = {start}, [start]
+    while todo:
+        new = successors.get(todo.pop(), set()) - found
+        found |= new
+        todo.extend(new)
+    return found
+
+
+def _reversed(successors: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    predecessors: dict[int, set[int]] = collections.defaultdict(set)
+    for source, targets in successors.items():
+        for target in targets:
+            predecessors[target].add(source)
+    return predecessors
 
 
 def _flow(kernel: Kernel) -> dict[int, set[int]]:

@@ -1,0 +1,400 @@
+"""The machine code of the installed kernels: against the expected counts, by rules, and bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from command_line import run_command
+
+from jax_r2p._manifest import FOLDER, InstallationError, Variant, load_manifest, package_file, read_cubin
+from jax_r2p.aot import audit, mask_sites, sass
+from jax_r2p.aot.compile import compile_variants
+from jax_r2p.aot.variants import VARIANTS, without_r2p
+from jax_r2p.cli.audit import DEFAULT
+from jax_r2p.kernels import blocks
+
+SHIPPED = {variant.name: variant for variant in load_manifest().variants}
+
+ROWS_OF_THREAD = 2
+MATMUL_DEPTH = 16
+"""Columns of A that one WGMMA of a 16-bit type takes."""
+
+
+@functools.cache
+def disassemble(name: str) -> sass.Kernel:
+    return sass.disassemble(read_cubin(SHIPPED[name]))
+
+
+@pytest.fixture(scope="module")
+def disassembler() -> Path:
+    try:
+        return sass.find_nvdisasm()
+    except sass.NvdisasmNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=SHIPPED)
+def variant(request: pytest.FixtureRequest, disassembler: Path) -> Variant:
+    return SHIPPED[request.param]
+
+
+@pytest.fixture
+def parts(variant: Variant) -> dict[str, sass.Code]:
+    return audit.parts(disassemble(variant.name), variant.mask)
+
+
+def loops(variant: Variant, parts: dict[str, sass.Code]) -> list[sass.Code]:
+    return [parts[name] for name in audit.LOOPS[variant.mask]]
+
+
+def masked(variant: Variant) -> list[str]:
+    """The parts that a bound crosses."""
+    return [audit.FIRST, *(name for name in audit.LOOPS[variant.mask] if name != audit.INTERIOR)]
+
+
+def elements_of_a_row(variant: Variant) -> int:
+    """A thread has a quarter of a row's columns."""
+    return variant.tile_n // 4
+
+
+# The table of expected counts ------------------------------------------------------------------------------
+
+
+def test_as_expected(variant: Variant) -> None:
+    found = audit.count_parts(disassemble(variant.name), variant.mask, audit.GATED)
+    problems = list(audit.deviations(variant.name, found, audit.load_expected().get(variant.name)))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_table_has_the_shipped_kernels_and_no_others() -> None:
+    assert list(audit.load_expected()) == list(SHIPPED)
+
+
+def test_table_is_written_with_a_line_a_part(tmp_path: Path) -> None:
+    """So the file in the repository is what `jax-r2p audit --update` makes of its own contents."""
+    expected = audit.load_expected()
+    audit.save_expected(tmp_path / "expected.json", expected)
+    text = (tmp_path / "expected.json").read_text("utf-8")
+    assert text == package_file("aot", audit.EXPECTED_FILE).read_text("utf-8")
+    assert json.loads(text) == expected
+    assert text.count("\n") == 2 + sum(2 + len(rows) for rows in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, r"expected_sass\.json is missing"), ("{", "cannot be read: Expecting")]
+)
+def test_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / audit.EXPECTED_FILE).write_text(text)
+    monkeypatch.setattr(audit, "package_file", lambda folder, name: tmp_path / name)
+    with pytest.raises(InstallationError, match=message):
+        audit.load_expected()
+
+
+# Rules that need no table ----------------------------------------------------------------------------------
+
+
+def test_loops_are_those_of_the_kernels_source() -> None:
+    names = {(True, True): audit.RIGHT, (True, False): audit.RIGHT, (False, True): audit.LEFT}
+    for mask, expected in audit.LOOPS.items():
+        bounds = {"has_right": mask != "none", "has_left": mask == "window"}
+        found = blocks.BlockRange(0, 0, 0, 1).loops(**bounds)
+        assert tuple(names.get((loop.right, loop.left), audit.INTERIOR) for loop in found) == expected
+
+
+def test_masks_expand_by_r2p(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    # One R2P takes a byte of a mask word, of which there is one for every 32 elements.
+    bytes_of_a_row = -(-elements_of_a_row(variant) // 8)
+    # The end of the keys is the same for both rows, so they share its words. Other bounds move by row.
+    rows = 1 if variant.mask == "none" else ROWS_OF_THREAD
+    found = {name: code.count("R2P") for name, code in parts.items()}
+    assert found.pop(audit.WHOLE) == rows * bytes_of_a_row * len(masked(variant))
+    assert {name for name, number in found.items() if number} == set(masked(variant))
+    assert {found[name] for name in masked(variant)} == {rows * bytes_of_a_row}
+
+
+def test_masked_blocks_have_no_compare_per_element(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    elements = ROWS_OF_THREAD * elements_of_a_row(variant)
+    for name in masked(variant):
+        assert parts[name].count("FSEL") >= elements, "every score is kept or not"
+        # One bit in eight is tested on its own, mostly by LOP3. Counters and waits need a few compares too.
+        assert parts[name].count("ISETP") < elements // 3
+
+
+def test_interior_has_no_mask(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    assert parts[audit.INTERIOR].counts(["R2P", "FSEL"]) == {"R2P": 0, "FSEL": 0}
+
+
+def test_correction_is_of_rounded_products(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """One FFMA a score and one a row for its sum. One more for each row is a correction whose product was
+    fused with the difference and so not rounded: then blocks of equal scores do not weigh the same.
+    """
+    scores = ROWS_OF_THREAD * elements_of_a_row(variant)
+    for loop in loops(variant, parts):
+        assert loop.count("FFMA") == scores + ROWS_OF_THREAD
+
+
+def test_no_local_memory(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    spilled = parts[audit.WHOLE].count("LDL") + parts[audit.WHOLE].count("STL")
+    assert (spilled > 0) == (VARIANTS[variant.name].declared_spills > 0)
+    for loop in loops(variant, parts):
+        assert loop.counts(["LDL", "STL"]) == {"LDL": 0, "STL": 0}
+
+
+def test_matmuls(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """S = Q K^T runs over the head dim, O += P V over the keys of the block."""
+    scores, output = variant.head_dim // MATMUL_DEPTH, variant.tile_n // MATMUL_DEPTH
+    assert parts[audit.FIRST].count("HGMMA") == scores
+    assert {loop.count("HGMMA") for loop in loops(variant, parts)} == {scores + output}
+    # The first scores before the loops and the last values after them make one more block.
+    assert parts[audit.WHOLE].count("HGMMA") == (len(loops(variant, parts)) + 1) * (scores + output)
+
+
+def test_matmuls_stay_in_flight(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """One wait per group of matmuls: where the compiler puts them in series, each has its own."""
+    groups = 2
+    assert parts[audit.FIRST].count(audit.WAIT) == 1
+    assert {loop.count(audit.WAIT) for loop in loops(variant, parts)} == {groups}
+    assert parts[audit.WHOLE].count(audit.WAIT) == (len(loops(variant, parts)) + 1) * groups
+
+
+def test_registers_move_once_per_role(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """The producer gives registers away, the consumers take them."""
+    assert parts[audit.WHOLE].count("USETMAXREG") == 2
+
+
+# The masks, bit by bit -------------------------------------------------------------------------------------
+
+
+def test_each_score_is_decided_once_by_its_bit(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    scores = {(row, e) for row in range(ROWS_OF_THREAD) for e in range(elements_of_a_row(variant))}
+    # The end of the keys is the same for both rows.
+    shared = variant.mask == "none"
+    for name in masked(variant):
+        site = mask_sites.trace(parts[name])
+        decided = [(selection.row, selection.element) for selection in site.selections]
+        assert len(decided) == len(scores), name
+        assert set(decided) == scores, name
+        words: dict[int, set[tuple[int, int]]] = {}
+        for selection in site.selections:
+            assert selection.bit == selection.element % 32, (name, selection)
+            owner = (0 if shared else selection.row, selection.element // 32)
+            words.setdefault(selection.test.word, set()).add(owner)
+        owners = [owner for (owner,) in words.values()]  # no word serves two
+        assert sorted(owners) == sorted({(0 if shared else row, e // 32) for row, e in scores}), name
+
+
+def test_words_are_made_by_the_bounds_of_their_part(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """By a right shift of ones for a right bound, a left shift for a left one, and both by their AND."""
+    both = "LOP3.LUT" if variant.mask == "window" else "SHF.R"
+    makers = {audit.FIRST: both, audit.RIGHT: both, audit.LEFT: "SHF.L"}
+    for name in masked(variant):
+        for test in mask_sites.trace(parts[name]).tests:
+            assert test.made_by.is_a(makers[name]), (name, test)
+
+
+# Damage ----------------------------------------------------------------------------------------------------
+
+BASE = "fwd_bf16_d64_window"
+"""It has all kinds of loops."""
+
+R2P = ROWS_OF_THREAD * -(-elements_of_a_row(SHIPPED[BASE]) // 8)
+"""In each of its masked parts, of which it has three."""
+
+
+@pytest.fixture(scope="module")
+def damaged(disassembler: Path) -> dict[str, sass.Kernel]:
+    """The kernel compiled with each of the two baselines of ablations."""
+    if importlib.util.find_spec("cutlass") is None:
+        pytest.skip("needs the kernel compiler: pip install jax_r2p[aot]")
+    row = VARIANTS[BASE]
+    every = dataclasses.replace(row.config, mask_every_block=True)
+    rows = {
+        "no R2P": without_r2p(row),
+        "interior masked": dataclasses.replace(row, config=every, suffix="_every"),
+    }
+    compiled = {done.variant.name: done.cubin for done in compile_variants(list(rows.values()), jobs=2)}
+    return {kind: sass.disassemble(compiled[row.name]) for kind, row in rows.items()}
+
+
+def deviations(kernel: sass.Kernel) -> list[str]:
+    found = audit.count_parts(kernel, SHIPPED[BASE].mask, audit.GATED)
+    return list(audit.deviations(BASE, found, audit.load_expected()[BASE]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("no R2P", f"{BASE}, first block: expected {R2P} R2P, got 0"),
+        ("no R2P", f"{BASE}, right-masked: expected {R2P} R2P, got 0"),
+        ("no R2P", f"{BASE}, left-masked: expected {R2P} R2P, got 0"),
+        ("no R2P", f"{BASE}, whole kernel: expected {3 * R2P} R2P, got 0"),
+        ("interior masked", f"{BASE}, interior: expected 0 R2P, got {R2P}"),
+        ("interior masked", f"{BASE}, whole kernel: expected {3 * R2P} R2P, got {4 * R2P}"),
+    ],
+)
+def test_damage_is_noticed(damaged: dict[str, sass.Kernel], kind: str, line: str) -> None:
+    assert line in deviations(damaged[kind])
+
+
+def test_compare_lowering_masks_by_compares(damaged: dict[str, sass.Kernel]) -> None:
+    """The second lowering: no R2P, and two compares an element where a window has two bounds."""
+    parts = audit.parts(damaged["no R2P"], "window")
+    elements = ROWS_OF_THREAD * elements_of_a_row(SHIPPED[BASE])
+    assert parts[audit.WHOLE].count("R2P") == 0
+    assert parts[audit.FIRST].count("ISETP") >= 2 * elements
+    assert parts[audit.RIGHT].count("ISETP") >= 2 * elements
+    assert elements <= parts[audit.LEFT].count("ISETP") < 2 * elements
+    assert parts[audit.INTERIOR].count("ISETP") < elements // 2
+
+
+def insert(kernel: sass.Kernel, after: Iterable[sass.Instruction], opcode: str) -> sass.Kernel:
+    """Puts an instruction behind each of `after`, between two addresses."""
+    chosen, instructions = set(after), []
+    for instruction in kernel.instructions:
+        instructions.append(instruction)
+        if instruction in chosen:
+            instructions.append(sass.Instruction(instruction.address + 8, opcode, ""))
+    return sass.Kernel(tuple(instructions), kernel.labels)
+
+
+@pytest.fixture
+def base(disassembler: Path) -> tuple[sass.Kernel, sass.Code]:
+    """A kernel as it is shipped, and its interior."""
+    kernel = disassemble(BASE)
+    return kernel, audit.parts(kernel, "window")[audit.INTERIOR]
+
+
+def test_spills_are_noticed(base: tuple[sass.Kernel, sass.Code]) -> None:
+    """One register, stored after a matmul and loaded after another."""
+    kernel, interior = base
+    store, load, *_ = (i for i in interior.instructions if i.is_a("HGMMA"))
+    spilled = insert(insert(kernel, [store], "STL"), [load], "LDL.LU")
+    assert deviations(spilled) == [
+        f"{BASE}, {part}: expected 0 {opcode}, got 1"
+        for part in ("whole kernel", "interior")
+        for opcode in ("LDL", "STL")
+    ]
+
+
+def test_matmuls_in_series_are_noticed(base: tuple[sass.Kernel, sass.Code]) -> None:
+    """The compiler then waits for each matmul before it issues the next."""
+    kernel, interior = base
+    matmuls = [i for i in interior.instructions if i.is_a("HGMMA")]
+    whole = kernel.count("WARPGROUP.DEPBAR")
+    # Of the instructions alone: more of them than 3 % may be another deviation.
+    assert deviations(insert(kernel, matmuls, "WARPGROUP.DEPBAR.LE"))[:2] == [
+        f"{BASE}, whole kernel: expected {whole} WARPGROUP.DEPBAR, got {whole + len(matmuls)}",
+        f"{BASE}, interior: expected 2 WARPGROUP.DEPBAR, got {2 + len(matmuls)}",
+    ]
+
+
+def test_a_loop_that_has_grown_is_noticed(base: tuple[sass.Kernel, sass.Code]) -> None:
+    kernel, interior = base
+    allowed = int(audit.TOTAL_TOLERANCE * len(interior))
+    multiplications = [i for i in interior.instructions if i.is_a("FMUL")]
+    assert deviations(insert(kernel, multiplications[:allowed], "FMUL")) == []
+    assert deviations(insert(kernel, multiplications[: allowed + 1], "FMUL")) == [
+        f"{BASE}, interior: expected {len(interior)} instructions within 3%, "
+        f"got {len(interior) + allowed + 1}"
+    ]
+
+
+def test_a_lost_matmul_is_noticed(base: tuple[sass.Kernel, sass.Code]) -> None:
+    kernel, interior = base
+    matmul = next(i for i in interior.instructions if i.is_a("HGMMA"))
+    rest = tuple(i for i in kernel.instructions if i != matmul)
+    number = interior.count("HGMMA")
+    line = f"{BASE}, interior: expected {number} HGMMA, got {number - 1}"
+    assert line in deviations(sass.Kernel(rest, kernel.labels))
+
+
+def test_other_tables_are_named() -> None:
+    counts = {"interior": {"total": 3, **dict.fromkeys(audit.GATED, 0)}}
+    assert list(audit.deviations("x", counts, None)) == ["x: has no expected counts"]
+    assert list(audit.deviations("x", counts, counts)) == []
+    assert list(audit.deviations("x", counts, {**counts, "whole kernel": {}})) == [
+        "x: expected the parts interior, whole kernel, got interior"
+    ]
+    assert list(audit.deviations("x", counts, {"interior": {"total": 3}})) == [
+        f"x, interior: expected counts of total, got total, {', '.join(audit.GATED)}"
+    ]
+
+
+def test_other_loops_are_refused(base: tuple[sass.Kernel, sass.Code]) -> None:
+    message = "mask 'causal' must have 2 loops over key blocks inside one over tiles, got 3 inside"
+    with pytest.raises(sass.SassError, match=message):
+        audit.parts(base[0], "causal")
+
+
+# Counted another way ---------------------------------------------------------------------------------------
+
+WHOLE_KERNEL = r"""
+"$1" -c "$2" 2>/dev/null > kernel.sass
+for pattern in '^ +/\*[0-9a-f]+\*/ ' ' R2P ' ' FSEL ' ' ISETP[.]' ' HGMMA[.]'; do
+  grep -cE "$pattern" kernel.sass || true
+done
+"""
+
+# A loop is what stands between a label and a jump back to it; the smallest with matmuls and no R2P is the
+# interior. Behind the end of the kernel stand the slow paths of its waits: straight code that jumps into it.
+INTERIOR = r"""
+"$1" -c "$2" 2>/dev/null > kernel.sass
+awk '/^\.L/ { sub(":", ""); at[$1] = NR }
+     / BRA / && match($0, /\.L[0-9_a-z]+/) {
+       label = substr($0, RSTART, RLENGTH)
+       if (label in at) print NR - at[label], at[label], NR
+     }' kernel.sass | sort -n | while read -r _ first last; do
+  sed -n "$first,${last}p" kernel.sass > loop.sass
+  if grep -q HGMMA loop.sass && ! grep -q R2P loop.sass; then
+    awk -v first="$first" -v last="$last" '
+      /^\.L/ && NR >= first && NR <= last { sub(":", ""); inside[$1] }
+      !/^ +\/\*[0-9a-f]+\*\// { next }
+      NR >= first && NR <= last { count++ }
+      NR > last { run++ }
+      NR > last && /\*\/ +BRA / && match($0, /\.L[0-9_a-z]+/) {
+        if (substr($0, RSTART, RLENGTH) in inside) count += run
+        run = 0
+      }
+      END { print count }' kernel.sass
+    for pattern in ' R2P ' ' FSEL ' ' ISETP[.]' ' HGMMA[.]'; do
+      grep -cE "$pattern" loop.sass || true
+    done
+    break
+  fi
+done
+"""
+
+COUNTED = (audit.TOTAL, "R2P", "FSEL", "ISETP", "HGMMA")
+
+
+def count_by_shell(script: str, disassembler: Path, name: str, folder: Path) -> dict[str, int]:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(package_file(FOLDER, SHIPPED[name].file).read_bytes())
+    done = subprocess.run(
+        ["bash", "-euc", script, "count", disassembler, cubin], cwd=folder, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(zip(COUNTED, map(int, done.stdout.split()), strict=True))
+
+
+def test_counts_agree_with_grep(tmp_path: Path, disassembler: Path) -> None:
+    done = run_command("audit", "--no-compare", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    documents = {document["name"]: document["parts"] for document in json.loads(done.stdout)["variants"]}
+    assert list(documents) == list(DEFAULT)
+
+    def printed(name: str, part: str) -> dict[str, int]:
+        return {opcode: documents[name][part][opcode]["with_r2p"] for opcode in COUNTED}
+
+    for name in DEFAULT:
+        assert printed(name, audit.WHOLE) == count_by_shell(WHOLE_KERNEL, disassembler, name, tmp_path), name
+    name = "fwd_bf16_d128_causal"
+    assert printed(name, audit.INTERIOR) == count_by_shell(INTERIOR, disassembler, name, tmp_path)
