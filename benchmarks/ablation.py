@@ -35,7 +35,7 @@ from jax_r2p.kernels import blocks
 
 COUNTS_FILE = "counts.json"
 COMPARE, EVERY = "_compare", "_every"
-ROUNDS = 31
+ROUNDS = 25
 SAMPLE_SECONDS = 0.03
 CHAIN = 20
 """Calls in one program where the arrays stay in the L2 cache; a single one would be over before the next is
@@ -233,6 +233,7 @@ def run(options: argparse.Namespace) -> int:
                     taken[name].median() / calls,
                     [x / calls for x in taken[name].total],
                     relative_error=errors[name],
+                    calls=taken[name].calls,
                     host_bound=taken[name].host_bound(),
                     tile=[variant.tile_m, variant.tile_n, variant.min_blocks],
                     visits=visited,

@@ -146,14 +146,21 @@ def test_rivals_take_turns():
 
     functions = {name: rival(name) for name in "abc"}
     samples = measure.alternate(
-        functions, [(0,), (1,)], rounds=3, sample_seconds=0.0, advance=lambda: advanced.append(1)
+        functions,
+        [(0,), (1,)],
+        rounds=3,
+        sample_seconds=0.0,
+        warm_up_seconds=0.0,
+        advance=lambda: advanced.append(1),
     )
     calls = measure.CALLS[0]
     assert {s.calls for s in samples.values()} == {calls}
     assert all(len(s.total) == len(s.queued) == 3 for s in samples.values())
     assert len(advanced) == 3 * 4
     per_sample = calls + 1
-    turns = log[3 * per_sample :]  # after one sample each, which sets the number of calls
+    # after one call each to warm up, and one sample each, which sets the number of calls
+    assert [name for name, _ in log[:3]] == list("abc")
+    turns = log[3 + 3 * per_sample :]
     order = "".join(turns[i][0] for i in range(0, len(turns), per_sample))
     rounds = [order[i : i + 3] for i in range(0, 12, 3)]
     assert [sorted(each) for each in rounds] == [["a", "b", "c"]] * 4

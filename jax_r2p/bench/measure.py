@@ -7,8 +7,10 @@ sample the row says `host_bound`.
 
 In each round every rival gives one sample. A GPU at its power limit slows down with what ran before, so each
 round has an order of its own, drawn at random: in an order that only turned round, a rival would always
-follow the same two others. The first round is thrown away. Each call takes the next of several sets of
-inputs, together more than twice the L2 cache, so no input is in it from the call before.
+follow the same two others. The first round is thrown away, and before it all run in turns until the GPU is
+warm: an idle one made the first kernel of the first workload look 6 % slower than its equals. Each call takes
+the next of several sets of inputs, together more than twice the L2 cache, so no input is in it from the call
+before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from jax_r2p.bench.workloads import Workload
 
 L2_BYTES = 60 * 2**20  # H100 and H200: 50 to 60 MB
 CALLS = (3, 400)  # least and most calls in a sample
+WARM_UP_SECONDS = 0.5
 HOST_BOUND = 0.8  # share of a sample spent on queueing from which the device may have been waiting
 
 
@@ -89,6 +92,7 @@ def alternate(
     *,
     rounds: int,
     sample_seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
     """Times the functions in turns.
@@ -98,8 +102,15 @@ def alternate(
       inputs: The sets of arguments that the calls go round.
       rounds: Samples that count; one more, the first, is thrown away.
       sample_seconds: Length of a sample, as far as `CALLS` allows.
+      warm_up_seconds: How long the functions run in turns, once each at least, before anything is timed.
       advance: Called after each of the `rounds + 1` samples of each function.
     """
+    end = time.perf_counter() + warm_up_seconds
+    while True:
+        for f in functions.values():
+            jax.block_until_ready(f(*inputs[0]))
+        if time.perf_counter() >= end:
+            break
     samples = {name: Samples(_calls(f, inputs, sample_seconds)) for name, f in functions.items()}
     orders = random.Random(0)  # the same in every run
     for number in range(-1, rounds):
