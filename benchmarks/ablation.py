@@ -35,7 +35,7 @@ from jax_r2p.kernels import blocks
 
 COUNTS_FILE = "counts.json"
 COMPARE, EVERY = "_compare", "_every"
-ROUNDS = 25
+ROUNDS = 21
 SAMPLE_SECONDS = 0.03
 CHAIN = 20
 """Calls in one program where the arrays stay in the L2 cache; a single one would be over before the next is

@@ -8,9 +8,9 @@ sample the row says `host_bound`.
 In each round every rival gives one sample. A GPU at its power limit slows down with what ran before, so each
 round has an order of its own, drawn at random: in an order that only turned round, a rival would always
 follow the same two others. The first round is thrown away, and before it all run in turns until the GPU is
-warm: an idle one made the first kernel of the first workload look 6 % slower than its equals. Each call takes
-the next of several sets of inputs, together more than twice the L2 cache, so no input is in it from the call
-before.
+warm. All make the same number of calls: a sample costs about 0.5 ms beside its calls, and a kernel that got 4
+where its equals got 17 looked 6 % slower. Each call takes the next of several sets of inputs, together more
+than twice the L2 cache, so no input is in it from the call before.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def alternate(
       functions: Compiled functions by name, each called with the same inputs.
       inputs: The sets of arguments that the calls go round.
       rounds: Samples that count; one more, the first, is thrown away.
-      sample_seconds: Length of a sample, as far as `CALLS` allows.
+      sample_seconds: Length of a sample of the fastest function, as far as `CALLS` allows.
       warm_up_seconds: How long the functions run in turns, once each at least, before anything is timed.
       advance: Called after each of the `rounds + 1` samples of each function.
     """
@@ -111,7 +111,8 @@ def alternate(
             jax.block_until_ready(f(*inputs[0]))
         if time.perf_counter() >= end:
             break
-    samples = {name: Samples(_calls(f, inputs, sample_seconds)) for name, f in functions.items()}
+    calls = max((_calls(f, inputs, sample_seconds) for f in functions.values()), default=0)
+    samples = {name: Samples(calls) for name in functions}
     orders = random.Random(0)  # the same in every run
     for number in range(-1, rounds):
         for name in orders.sample(list(functions), len(functions)):
