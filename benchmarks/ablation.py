@@ -411,8 +411,8 @@ def lowering_section(table: Table) -> Section:
                 case,
                 _tile(fast),
                 f"{_masked_share(fast):.0%}",
-                f"{slow['ms']:.4f}",
-                f"{fast['ms']:.4f}",
+                _ms(slow),
+                _ms(fast),
                 _gain_cell(slow, fast),
                 f"{1 - fast['instructions_per_tile'] / slow['instructions_per_tile']:.1%}",
                 f"{before / after - 1:+.1%}" if before and after else "",
@@ -434,8 +434,8 @@ def blocks_section(table: Table) -> Section:
                 [
                     case,
                     name,
-                    f"{every['ms']:.4f}",
-                    f"{crossed['ms']:.4f}",
+                    _ms(every),
+                    _ms(crossed),
                     _gain_cell(every, crossed),
                     _cost_of_mask(case, every, crossed),
                     _gain_cell(line[base + EVERY + COMPARE], line[base + EVERY]) if not suffix else "",
@@ -475,8 +475,8 @@ def tiles_section(table: Table) -> Section:
                     _tile(row) + (" shipped" if name == _base(line) else ""),
                     f"{_masked_share(row):.0%}",
                     f"{computed / w.pairs():.2f}",
-                    f"{row['ms']:.4f}",
-                    f"{slow['ms']:.4f}",
+                    _ms(row),
+                    _ms(slow),
                     _gain_cell(slow, row),
                 ]
             )
@@ -502,6 +502,11 @@ def counters_section(table: Table) -> Section:
     return "Counters of one call, not at the power limit", header, lines
 
 
+def _ms(row: dict[str, Any]) -> str:
+    """Milliseconds, with a star where the host may have limited them."""
+    return f"{row['ms']:.4f}" + ("*" if row["host_bound"] else "")
+
+
 def _tile(row: dict[str, Any]) -> str:
     tile_m, tile_n, ctas = row["tile"]
     return f"{tile_m} x {tile_n}" + (f", {ctas} CTAs an SM" if ctas > 1 else "")
@@ -512,7 +517,7 @@ def markdown(first: dict[str, Any], sections: Sequence[Section]) -> str:
     parts = [
         f"{first['device']}, driver {first['driver']}, jax {first['jax']}, jax_r2p {first['jax_r2p']} at "
         f"commit {first['commit']}, {first['date'][:10]}. bf16; medians of {len(first['rounds_ms'])} rounds, "
-        "the kernels of a case alternating.\n"
+        "the kernels of a case alternating. Where a time has a star the host may have limited it.\n"
     ]
     for title, header, lines in sections:
         align = ["---", "---"] + ["---:"] * (len(header) - 2)
@@ -528,8 +533,9 @@ def plot(table: Table, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.5, 5.5), layout="constrained")
     kinds = {"causal": "o", "full": "s", "local": "^"}
+    letters = dict(zip(table, "abcdefghijklmnopqrstuvwxyz", strict=False))
     for case, line in table.items():
         [marker] = [marker for kind, marker in kinds.items() if case.startswith(kind)]
         in_l2 = case.endswith("_in_l2")
@@ -553,8 +559,9 @@ def plot(table: Table, path: Path) -> None:
                 linestyle="none",
             )
             if shipped:
-                label = case.replace("_s8192", "").replace("_s4096", "").replace("_", " ")
-                axes.annotate(label, (saved, middle), textcoords="offset points", xytext=(7, 4), fontsize=7)
+                axes.annotate(
+                    letters[case], (saved, middle), textcoords="offset points", xytext=(6, 5), fontsize=9
+                )
     handles = [
         plt.Line2D([], [], marker="o", linestyle="none", color=color, label=text)
         for color, text in (
@@ -572,7 +579,11 @@ def plot(table: Table, path: Path) -> None:
             [], [], marker="o", linestyle="none", color="gray", markerfacecolor="white", label="not shipped"
         )
     )
-    axes.legend(handles=handles, fontsize=8, loc="upper left")
+    handles += [
+        plt.Line2D([], [], linestyle="none", label=f"{letter}  {case.replace('_', ' ')}")
+        for case, letter in letters.items()
+    ]
+    figure.legend(handles=handles, fontsize=8, loc="outside right upper")
     axes.axhline(0, color="gray", linewidth=0.8)
     limit = max(axes.get_xlim()[1], axes.get_ylim()[1])
     axes.plot([0, limit], [0, limit], color="gray", linewidth=0.8, linestyle=":")

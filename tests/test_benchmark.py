@@ -264,7 +264,7 @@ def test_rows_are_read_as_written(tmp_path):
 
 
 def test_recorded_rows_are_rows():
-    """Those of every release can be shown. Counters are of another kind: benchmarks/ablation.py shows them."""
+    """Those of every release can be shown; benchmarks/ablation.py shows the counters, which are no times."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))
     files = [file for file in files if file.name != "counters.jsonl"]
     assert files

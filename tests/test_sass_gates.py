@@ -398,3 +398,22 @@ def test_counts_agree_with_grep(tmp_path: Path, disassembler: Path) -> None:
         assert printed(name, audit.WHOLE) == count_by_shell(WHOLE_KERNEL, disassembler, name, tmp_path), name
     name = "fwd_bf16_d128_causal"
     assert printed(name, audit.INTERIOR) == count_by_shell(INTERIOR, disassembler, name, tmp_path)
+
+
+def test_document_has_the_numbers() -> None:
+    """docs/r2p.md: the counts with R2P in its table are those of the kernels."""
+    document = (Path(__file__).parents[1] / "docs" / "r2p.md").read_text("utf-8")
+    table = document.partition("<!-- counted: begin -->")[2].partition("<!-- counted: end -->")[0]
+    header, _, *lines = table.strip().splitlines()
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    rows = [
+        dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True)) for line in lines
+    ]
+    masks = {"sequence end only": "none", "causal": "causal", "window": "window"}
+    assert [row["mask"] for row in rows] == list(masks)
+    for row in rows:
+        variant = next(v for v in load_manifest().variants if v.name == f"fwd_bf16_d128_{masks[row['mask']]}")
+        expected = audit.load_expected()[variant.name][audit.WHOLE]
+        assert row["tile"] == f"{variant.tile_m} x {variant.tile_n}"
+        for opcode in ("total", "R2P", "FSEL", "ISETP"):
+            assert int(row[opcode].split("->")[1].split("(")[0]) == expected[opcode], (row["mask"], opcode)
