@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bundle
+
 from jax_r2p._manifest import Variant, load_manifest, read_cubin
-from jax_r2p._spec import AttentionSpec
 from jax_r2p.aot import audit
 from jax_r2p.aot.compile import entry_symbol
 from jax_r2p.aot.variants import VARIANTS, VariantRow, without_r2p
@@ -90,16 +91,10 @@ def with_tile(
 
 def build(options: argparse.Namespace) -> int:
     """Compiles the kernels and counts the instructions of all, the shipped ones too."""
-    from jax_r2p.aot import output, sass
-    from jax_r2p.aot.compile import compile_variants
+    from jax_r2p.aot import sass
 
     rows = list(kernel_rows())
-    compiled = []
-    with progress("compiling", len(rows)) as advance:
-        for done in compile_variants(rows):
-            compiled.append(done)
-            advance(done.variant.name)
-    output.write(options.folder, compiled, keep_others=False)
+    compiled, _ = bundle.compile_into(options.folder, rows)
     cubins = {done.variant: done.cubin for done in compiled}
     cubins |= {v: read_cubin(v) for v in load_manifest().variants if v.dtype == "bf16"}
     counts = {
@@ -152,23 +147,16 @@ def cases() -> list[Case]:
 
 
 def _kernels(w: Workload) -> Iterator[str]:
-    mask = "window" if w.window else "causal" if w.is_causal else "none"
-    base = f"fwd_bf16_d{w.head_dim}_{mask}"
+    base = f"fwd_bf16_d{w.head_dim}_{bundle.mask_of(w)}"
     yield from (base, base + COMPARE, base + EVERY, base + EVERY + COMPARE)
     for tile_m, tile_n, min_blocks, _, _ in SHAPES.get(base, ()):
         name = f"{base}_{tile_m}x{tile_n}x{min_blocks}"
         yield from (name, name + COMPARE)
 
 
-def bounds(w: Workload) -> AttentionSpec:
-    """The visible keys of a workload."""
-    left, right = (None, None) if w.window is None else w.window
-    return AttentionSpec(left=left, right=0 if w.is_causal else right)
-
-
 def visits(w: Workload, variant: Variant) -> dict[str, int]:
     """How many blocks of keys the tiles of one head visit, by the part of the kernel that computes them."""
-    spec = bounds(w)
+    spec = bundle.bounds(w)
     has_left, has_right = variant.mask == "window", variant.mask != "none"
     total = dict.fromkeys((audit.FIRST, *audit.LOOPS[variant.mask]), 0)
     for first_row in range(0, w.length, variant.tile_m):
@@ -199,10 +187,9 @@ def instructions(visited: dict[str, int], counts: audit.Parts) -> float:
 def run(options: argparse.Namespace) -> int:
     """Times every kernel of every case and appends the rows."""
     import jax_r2p
-    from jax_r2p import _ffi
     from jax_r2p.bench import environment, measure, report
 
-    variants = {v.name: v for v in (*load_manifest().variants, *_ffi.register_folder(options.folder))}
+    variants = bundle.register(options.folder)
     counts = json.loads((options.folder / COUNTS_FILE).read_text("utf-8"))
     about = environment.describe(options.commit)
     print(f"jax_r2p from {jax_r2p.__path__[0]}", file=sys.stderr)
@@ -250,14 +237,14 @@ def function(w: Workload, variant: Variant) -> Callable[..., Any]:
     """A compiled call of one kernel."""
     import jax
 
-    return jax.jit(_call(w, variant))
+    return jax.jit(bundle.call(w, variant))
 
 
 def chain(w: Workload, variant: Variant) -> Callable[..., Any]:
     """`CHAIN` calls in one program, each with the output before as its query: nothing leaves the cache."""
     import jax
 
-    call = _call(w, variant)
+    call = bundle.call(w, variant)
 
     def several(query: Any, key: Any, value: Any) -> Any:
         for _ in range(CHAIN):
@@ -267,31 +254,13 @@ def chain(w: Workload, variant: Variant) -> Callable[..., Any]:
     return jax.jit(several)
 
 
-def _call(w: Workload, variant: Variant) -> Callable[..., Any]:
-    import jax.numpy as jnp
-
-    from jax_r2p import _ffi
-
-    scale = jnp.float32(w.head_dim**-0.5)
-    spec = bounds(w).effective(w.length, w.length)
-
-    def call(query: Any, key: Any, value: Any) -> Any:
-        out, _ = _ffi.attention_forward(
-            query, key, value, scale, variant=variant, spec=spec, kv_repeat=1, kv_inner=1
-        )
-        return out
-
-    return call
-
-
 def once(options: argparse.Namespace) -> int:
     """Runs kernels of one case, each twice, for a profiler."""
     import jax
 
-    from jax_r2p import _ffi
     from jax_r2p.bench import measure
 
-    variants = {v.name: v for v in (*load_manifest().variants, *_ffi.register_folder(options.folder))}
+    variants = bundle.register(options.folder)
     [case] = [case for case in cases() if case.name == options.case]
     inputs = measure.input_sets(case.workload, 0)
     for name in options.kernels:

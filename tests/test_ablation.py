@@ -8,6 +8,7 @@ import json
 import sys
 
 import ablation
+import bundle
 import numpy as np
 import pytest
 from numerics import bounds, visible
@@ -257,7 +258,7 @@ def test_build(tmp_path, monkeypatch, capsys):
         yield CompiledVariant(built, read_cubin(variant), load_manifest().toolchain)
 
     monkeypatch.setattr(ablation, "kernel_rows", lambda: iter([row]))
-    monkeypatch.setattr("jax_r2p.aot.compile.compile_variants", compile_variants)
+    monkeypatch.setattr(bundle, "compile_variants", compile_variants)
     shipped = dataclasses.replace(load_manifest(), variants=(variant,))
     monkeypatch.setattr(ablation, "load_manifest", lambda: shipped)
     folder = tmp_path / "folder"
