@@ -256,6 +256,23 @@ def test_plot(tmp_path):
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_over_the_length(tmp_path):
+    cases = workloads.select("full_d64_s512,full_d64_s8192,local256_d128_s512,local256_d128_s131072")
+    rows = [report.timed_row(w, "jax_r2p", 2 * w.byte_floor_ms(), [1.0]) for w in cases]
+    report.plot_lengths([*rows, *_rows()], tmp_path / "lengths.png", "png")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths():
+    """Each mask and head dim at each length; longer ones than the tokens of the others are one sequence."""
+    cases = workloads.select("lengths")
+    assert len(cases) == 3 * 3 * 5
+    assert {w.batch * w.length for w in cases} == {workloads.TOKENS, 131_072}
+    [w] = workloads.select("full_d128_s131072")
+    # Four arrays of 131072 x 2048 in bf16 and a float32 a row and head, at 4.3 TB/s.
+    assert w.byte_floor_ms() == pytest.approx((4 * 2**29 + 4 * 131_072 * 16) / 4.3e12 * 1e3)
+
+
 def test_rows_are_read_as_written(tmp_path):
     rows = _rows()
     report.write_rows(tmp_path / "new" / "rows.jsonl", rows[:2])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jax_r2p.bench.rivals import NOT_INSTALLED, OURS
-from jax_r2p.bench.workloads import DENSE_PEAK_TFLOPS, WORKLOADS, Workload
+from jax_r2p.bench.workloads import DENSE_PEAK_TFLOPS, LENGTHS, WORKLOADS, Workload, select
 
 Row = dict[str, Any]
 
@@ -121,7 +121,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     table: dict[str, dict[str, Row]] = {}
     for row in rows:
         table.setdefault(row["case"], {})[row["impl"]] = row
-    order = {w.name: place for place, w in enumerate(WORKLOADS)}
+    order = {w.name: place for place, w in enumerate((*WORKLOADS, *LENGTHS))}
     return dict(sorted(table.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -246,4 +246,57 @@ def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
         device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))
         axes.set_title(f"{device}, {date[:10]}, commit {commit[:12]}", fontsize=9)
         figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
+    figure.savefig(file, format=kind, dpi=150)
+
+
+def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
+    """Draws TFLOP/s of jax_r2p over the length, for each mask and head dim, and windows over their byte floor.
+
+    Args:
+      rows: Those of jax_r2p that were timed are drawn.
+      file: What to write.
+      kind: Its format, for example "png".
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: matplotlib knows no such format, or a case is not in the tables of workloads.
+    """
+    from matplotlib.figure import Figure
+
+    lines: dict[tuple[str, int], list[tuple[Workload, Row]]] = {}
+    for row in rows:
+        if row["impl"] == OURS and "ms" in row:
+            [w] = select(row["case"])
+            lines.setdefault((w.name.partition("_")[0], w.head_dim), []).append((w, row))
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    speed, floor = figure.subplots(1, 2)
+    styles = {64: ":", 128: "-", 256: "--"}
+    colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(mask for mask, _ in lines))}
+    for (mask, head_dim), points in sorted(lines.items()):
+        points = sorted(points, key=lambda point: point[0].length)
+        lengths = [w.length for w, _ in points]
+        panels = [(speed, [row["tflops"] for _, row in points])]
+        if mask.startswith("local"):
+            panels.append((floor, [w.byte_floor_ms() / row["ms"] for w, row in points]))
+        for axes, heights in panels:
+            axes.plot(
+                lengths,
+                heights,
+                label=f"{mask}, d{head_dim}",
+                color=colors[mask],
+                linestyle=styles.get(head_dim, "-."),
+                marker="o",
+                markersize=4,
+            )
+    for axes, label in ((speed, "TFLOP/s (visible pairs only)"), (floor, "byte floor / time")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("length, tokens")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        if axes.get_lines():
+            axes.legend(fontsize=8)
+    floor.set_ylim(0, 1)
+    if rows:
+        device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))
+        figure.suptitle(f"{device}, {date[:10]}, commit {commit[:12]}", fontsize=9)
     figure.savefig(file, format=kind, dpi=150)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 TOKENS, HIDDEN = 32_768, 2048
+BANDWIDTH = 4.3e12
+"""Bytes a second that a plain copy moves on an H200; what an attention call cannot be faster than."""
+
 DENSE_PEAK_TFLOPS = 989.5
 """bf16 tensor-core peak of an H100 or H200 SXM without sparsity, by NVIDIA's data sheet."""
 
@@ -58,6 +61,10 @@ class Workload:
         rows = self.batch * self.length
         return 2 * 2 * rows * (self.heads + self.kv_heads) * self.head_dim + 4 * rows * self.heads
 
+    def byte_floor_ms(self) -> float:
+        """Milliseconds that `bytes_moved` takes at `BANDWIDTH`."""
+        return self.bytes_moved() / BANDWIDTH * 1e3
+
 
 def visible_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> int:
     """Counts the pairs (i, j) with i+s-t-left <= j <= i+s-t+right, without going through them all.
@@ -102,7 +109,7 @@ def _row(
       head_dim: Elements of a head.
       length: Tokens.
       kv_heads: Key heads, shared by twice the query heads of the other rows; None for a head each.
-      batch: None for `TOKENS` in all.
+      batch: None for `TOKENS` in all, or one sequence if that is longer.
     """
     heads = HIDDEN // head_dim if kv_heads is None else 2 * HIDDEN // head_dim
     shared = "" if kv_heads is None else f"_gqa{heads // kv_heads}"
@@ -112,7 +119,7 @@ def _row(
         window = (int(left), int(right or 0))
     return Workload(
         name=f"{kind}{shared}_d{head_dim}_s{length}",
-        batch=batch or TOKENS // length,
+        batch=batch or max(1, TOKENS // length),
         length=length,
         heads=heads,
         kv_heads=kv_heads or heads,
@@ -140,28 +147,39 @@ WORKLOADS = (
     _row("local1024", 128, 8192),
     _row("local128_128", 64, 8192),
     _row("causal", 128, 113, batch=64),  # short and no multiple of a tile
-    _row("full", 256, 8192),  # no kernel here yet: kept, so that the table shows what is missing
+    _row("full", 256, 8192),
     _row("causal", 256, 8192),
 )
+
+LENGTHS = tuple(
+    _row(kind, head_dim, length)
+    for kind in ("full", "causal", "local256")
+    for head_dim in (64, 128, 256)
+    for length in (512, 2048, 8192, 32_768, 131_072)
+)
+"""How a mask and a head dim behave over lengths: `--cases lengths`, drawn by `--plot-lengths`."""
 
 HEADLINE = ("causal_d128_s8192", "full_d128_s8192", "causal_d64_s8192", "local64_d128_s8192")
 """A quick run: `--cases headline`."""
 
 
 def select(names: str) -> tuple[Workload, ...]:
-    """Returns workloads by name, in the order of the table.
+    """Returns workloads by name, in the order of the tables.
 
     Args:
-      names: "all", "headline", or names separated by commas.
+      names: "all", "headline", "lengths", or names separated by commas.
 
     Raises:
-      ValueError: A name is not in the table.
+      ValueError: A name is in no table.
     """
-    known = [w.name for w in WORKLOADS]
-    wanted = {"all": known, "headline": HEADLINE}.get(names) or names.split(",")
+    known = {w.name: w for w in (*WORKLOADS, *LENGTHS)}
+    groups = {"all": [w.name for w in WORKLOADS], "headline": HEADLINE, "lengths": [w.name for w in LENGTHS]}
+    wanted = groups.get(names) or names.split(",")
     if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"must be all, headline, or some of {', '.join(known)}; got {', '.join(unknown)!r}")
-    return tuple(w for w in WORKLOADS if w.name in wanted)
+        raise ValueError(
+            f"must be {', '.join(groups)}, or some of {', '.join(known)}; got {', '.join(unknown)!r}"
+        )
+    return tuple(w for name, w in known.items() if name in wanted)
 
 
 def shrink(w: Workload, factor: int) -> Workload:

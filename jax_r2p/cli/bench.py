@@ -8,7 +8,7 @@
 
 All run in one process and get the same inputs. A sample is many calls queued without waiting, then one wait:
 the time of the device, not of the call; where queueing may have been the slower part, the table has a `*`.
-The implementations take turns, in an order that turns round from round to round. Inputs change from call to
+The implementations take turns, in an order that changes from round to round. Inputs change from call to
 call, so that none is in the L2 cache. The first round does not count; the table has medians of the others.
 
 TFLOP/s count 4 * batch * heads * head dim operations for each query-key pair that the mask lets through. A
@@ -47,6 +47,7 @@ _OPTIONS = {
     "commit": ("unknown", (_TIMING, _COLD)),
     "repeats": (7, (_COLD,)),
     "plot": (None, (_TIMING, _SHOW)),
+    "plot_lengths": (None, (_TIMING, _SHOW)),
     "markdown": (False, (_TIMING, _SHOW)),
     "into": (None, (_TIMING, _SHOW)),
 }
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--cold", action="store_true", help="time process start to first result instead")
     what.add_argument("--show", type=Path, metavar="FILE", help="time nothing; show the rows of this file")
     parser.add_argument(
-        "--cases", metavar="NAMES", help="all (default), headline, or names of --list, with commas"
+        "--cases", metavar="NAMES", help="all (default), headline, lengths, or names of --list, with commas"
     )
     parser.add_argument("--impls", metavar="NAMES", help="default, or names of --list, with commas")
     parser.add_argument(
@@ -80,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--commit", help="what the installed package was built from, for the rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars of TFLOP/s into this file")
+    parser.add_argument(
+        "--plot-lengths", type=Path, metavar="FILE", help="draw TFLOP/s over the length (--cases lengths)"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="write the table between the markers of this document"
@@ -109,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         options.into.write_text(report.insert_table(document, report.markdown(timed)), "utf-8")
     if options.plot:
         report.plot(timed, options.plot, _kind(options.plot))
+    if options.plot_lengths:
+        report.plot_lengths(timed, options.plot_lengths, _kind(options.plot_lengths))
     return 0
 
 
@@ -149,8 +155,9 @@ def _check_files(options: argparse.Namespace) -> None:
             raise UsageError(
                 f"--into must be a document with a measured table, got {options.into}: {error}"
             ) from error
-    if options.plot:
-        _check_plot(options.plot)
+    for flag, path in (("--plot", options.plot), ("--plot-lengths", options.plot_lengths)):
+        if path:
+            _check_plot(flag, path)
     if options.out:
         try:
             report.write_rows(options.out, [])
@@ -158,16 +165,16 @@ def _check_files(options: argparse.Namespace) -> None:
             raise UsageError(f"--out must be a file to append to, got {options.out}: {error}") from error
 
 
-def _check_plot(path: Path) -> None:
+def _check_plot(flag: str, path: Path) -> None:
     if not path.parent.is_dir() or path.is_dir():
-        raise UsageError(f"--plot must be a file in a folder that exists, got {path}")
+        raise UsageError(f"{flag} must be a file in a folder that exists, got {path}")
     try:
         report.plot([], io.BytesIO(), _kind(path))
     except ImportError as error:
-        raise CommandError(f"--plot needs matplotlib: pip install 'jax_r2p[bench]' ({error})") from error
+        raise CommandError(f"{flag} needs matplotlib: pip install 'jax_r2p[bench]' ({error})") from error
     except Exception as error:  # each format fails in its own way
         raise UsageError(
-            f"--plot must end in a file type that matplotlib can write, such as .png, got {path}: {error}"
+            f"{flag} must end in a file type that matplotlib can write, such as .png, got {path}: {error}"
         ) from error
 
 
@@ -188,6 +195,7 @@ def _recorded(options: argparse.Namespace) -> list[Row]:
         ("--markdown", options.markdown, "case"),
         ("--into", options.into, "case"),
         ("--plot", options.plot, "ms"),
+        ("--plot-lengths", options.plot_lengths, "ms"),
     ):
         if wanted and not any(needed in row for row in rows if not report.is_cold(row)):
             raise UsageError(f"{flag} needs rows of timed calls, got none in --show {options.show}")
