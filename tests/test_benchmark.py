@@ -494,7 +494,10 @@ FILES = {
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--cases nonsense", "--cases must be all, headline, or some of full_d64_s8192, .*; got 'nonsense'"),
+        (
+            "--cases nonsense",
+            "--cases must be all, headline, lengths, or some of full_d64_.*; got 'nonsense'",
+        ),
         ("--cases headline,causal_d64_s8192", "--cases must be .*; got 'headline'"),
         ("--impls xla,nonsense", "--impls must be default, or some of jax_r2p, .*; got 'nonsense'"),
         ("--cold --impls nonsense", "--impls must be .*; got 'nonsense'"),

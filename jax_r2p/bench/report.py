@@ -121,7 +121,8 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     table: dict[str, dict[str, Row]] = {}
     for row in rows:
         table.setdefault(row["case"], {})[row["impl"]] = row
-    order = {w.name: place for place, w in enumerate((*WORKLOADS, *LENGTHS))}
+    names = dict.fromkeys(w.name for w in (*WORKLOADS, *LENGTHS))
+    order = {name: place for place, name in enumerate(names)}
     return dict(sorted(table.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -250,7 +251,7 @@ def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
 
 
 def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
-    """Draws TFLOP/s of jax_r2p over the length, for each mask and head dim, and windows over their byte floor.
+    """Draws TFLOP/s of jax_r2p over the length, by mask and head dim, and windows over their byte floor.
 
     Args:
       rows: Those of jax_r2p that were timed are drawn.
