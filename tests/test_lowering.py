@@ -78,6 +78,39 @@ def test_names_types_and_attributes():
     }
 
 
+LENGTHS_GIVEN = {
+    "neither": ((), NO_LENGTHS),
+    "query": (("query_seq_lengths",), ["2xi32", "0xi32"]),
+    "key": (("key_value_seq_lengths",), ["0xi32", "2xi32"]),
+    "both": (("query_seq_lengths", "key_value_seq_lengths"), ["2xi32", "2xi32"]),
+}
+
+
+@pytest.mark.parametrize(("names", "operands"), LENGTHS_GIVEN.values(), ids=LENGTHS_GIVEN.keys())
+def test_lengths_are_operands(names, operands):
+    def function(q, k, lengths):
+        return kernel(q, k, k, is_causal=True, **dict.fromkeys(names, lengths))
+
+    call = the_call(function, QUERY, KEY, LENGTHS)
+    assert call.operands[4:] == operands
+    assert call.variant == "fwd_bf16_d64_causal"
+    assert call.attributes["window_right"] == "0 : i32"
+
+
+def test_lengths_of_shared_keys_are_those_of_the_queries():
+    """`vmap` of queries and lengths copies no keys: each sequence has its own length of the same keys."""
+    function = jax.vmap(lambda q, k, s: kernel(q, k, k, key_value_seq_lengths=s), (0, None, 0))
+    call = the_call(function, add(QUERY, 3), KEY, struct(3, 2, dtype="int32"))
+    assert call.operands == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32", "0xi32", "6xi32"]
+    assert (call.attributes["kv_repeat"], call.attributes["kv_inner"]) == ("3 : i64", "2 : i64")
+
+
+def test_lengths_of_single_sequences():
+    function = jax.vmap(lambda q, k, s: kernel(q, k, k, key_value_seq_lengths=s))
+    call = the_call(function, QUERY, KEY, LENGTHS)
+    assert call.operands[4:] == ["0xi32", "2xi32"]
+
+
 def test_layouts_are_row_major():
     text = lower(kernel, QUERY, KEY, KEY)
     (line,) = (line for line in text.splitlines() if TARGET in line)
