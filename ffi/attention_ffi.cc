@@ -1,5 +1,5 @@
-// The XLA FFI handlers of `jax_r2p.attention_forward.v1`. They only translate: buffers and attributes into a
-// LaunchRequest, a Status into an ffi::Error.
+// The XLA FFI handlers of the attention-forward call; jax_r2p/_ffi.py has its name, which changes with their
+// signature. They only translate: buffers and attributes into a LaunchRequest, a Status into an ffi::Error.
 
 #include <cstdint>
 #include <string_view>
@@ -18,6 +18,7 @@ static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR == 1,
               "build with the headers of jaxlib 0.7.2 (FFI API 0.1)");
 
 // Buffers hand their element types over as numbers.
+static_assert(static_cast<int>(R2P_S32) == static_cast<int>(XLA_FFI_DataType_S32));
 static_assert(static_cast<int>(R2P_F16) == static_cast<int>(XLA_FFI_DataType_F16));
 static_assert(static_cast<int>(R2P_F32) == static_cast<int>(XLA_FFI_DataType_F32));
 static_assert(static_cast<int>(R2P_BF16) == static_cast<int>(XLA_FFI_DataType_BF16));
@@ -72,14 +73,15 @@ namespace jax_r2p {
 namespace {
 
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                   ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                   std::string_view variant, int32_t window_left, int32_t window_right, int64_t kv_repeat,
-                   int64_t kv_inner) {
+                   ffi::AnyBuffer scale, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse, std::string_view variant,
+                   int32_t window_left, int32_t window_right, int64_t kv_repeat, int64_t kv_inner) {
   return ToError(WithoutExceptions([&] {
-    return Launch(LaunchRequest{variant, ToTensor("query", query), ToTensor("key", key),
-                                ToTensor("value", value), ToTensor("scale", scale), ToTensor("out", *out),
-                                ToTensor("lse", *lse), window_left, window_right, kv_repeat, kv_inner,
-                                stream});
+    return Launch(
+        LaunchRequest{variant, ToTensor("query", query), ToTensor("key", key), ToTensor("value", value),
+                      ToTensor("scale", scale), ToTensor("query_lengths", query_lengths),
+                      ToTensor("key_lengths", key_lengths), ToTensor("out", *out), ToTensor("lse", *lse),
+                      window_left, window_right, kv_repeat, kv_inner, stream});
   }));
 }
 
@@ -96,6 +98,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_execute, jax_r2p::Execut
                                   .Arg<ffi::AnyBuffer>()  // key
                                   .Arg<ffi::AnyBuffer>()  // value
                                   .Arg<ffi::AnyBuffer>()  // scale
+                                  .Arg<ffi::AnyBuffer>()  // query_lengths
+                                  .Arg<ffi::AnyBuffer>()  // key_lengths
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Ret<ffi::AnyBuffer>()  // lse
                                   .Attr<std::string_view>("variant")

@@ -137,6 +137,8 @@ Status LaunchFromC(const R2pLaunch* launch) {
   R2P_RETURN_IF_ERROR(ToTensor("key", launch->key, &request.key));
   R2P_RETURN_IF_ERROR(ToTensor("value", launch->value, &request.value));
   R2P_RETURN_IF_ERROR(ToTensor("scale", launch->scale, &request.scale));
+  R2P_RETURN_IF_ERROR(ToTensor("query_lengths", launch->query_lengths, &request.query_lengths));
+  R2P_RETURN_IF_ERROR(ToTensor("key_lengths", launch->key_lengths, &request.key_lengths));
   R2P_RETURN_IF_ERROR(ToTensor("out", launch->out, &request.out));
   R2P_RETURN_IF_ERROR(ToTensor("lse", launch->lse, &request.lse));
   request.window_left = launch->window_left;

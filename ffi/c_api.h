@@ -28,6 +28,7 @@ typedef enum R2pCode {
 // Element types, in XLA's numbering (XLA_FFI_DataType). Only these may be right; any other number is refused
 // by name.
 typedef enum R2pDtype {
+  R2P_S32 = 4,
   R2P_F16 = 10,
   R2P_F32 = 11,
   R2P_BF16 = 16,
@@ -70,17 +71,19 @@ typedef struct R2pTensor {
 typedef struct R2pLaunch {
   size_t struct_size;  // sizeof(R2pLaunch), as above
   const char* variant;
-  R2pTensor query;       // (B, T, N, H)
-  R2pTensor key;         // (Bk, S, K, H)
-  R2pTensor value;       // (Bk, S, K, H)
-  R2pTensor scale;       // float32 scalar in device memory
-  R2pTensor out;         // (B, T, N, H)
-  R2pTensor lse;         // (B, N, T), float32
-  int32_t window_left;   // keys visible before the diagonal, 0..2^29; 2^29 = all
-  int32_t window_right;  // keys visible after the diagonal, 0..2^29; 2^29 = all
-  int64_t kv_repeat;     // B == Bk * kv_repeat; query batch b reads key batch
-  int64_t kv_inner;      //   b / (kv_repeat * kv_inner) * kv_inner + b % kv_inner
-  void* stream;          // CUstream
+  R2pTensor query;          // (B, T, N, H)
+  R2pTensor key;            // (Bk, S, K, H)
+  R2pTensor value;          // (Bk, S, K, H)
+  R2pTensor scale;          // float32 scalar in device memory
+  R2pTensor query_lengths;  // (B,), int32: rows of each sequence, clamped to 0..T; or (0,): all
+  R2pTensor key_lengths;    // (B,), int32: keys of each sequence, clamped to 0..S; or (0,): all
+  R2pTensor out;            // (B, T, N, H)
+  R2pTensor lse;            // (B, N, T), float32
+  int32_t window_left;      // keys visible before the diagonal, 0..2^29; 2^29 = all
+  int32_t window_right;     // keys visible after the diagonal, 0..2^29; 2^29 = all
+  int64_t kv_repeat;        // B == Bk * kv_repeat; query batch b reads key batch
+  int64_t kv_inner;         //   b / (kv_repeat * kv_inner) * kv_inner + b % kv_inner
+  void* stream;             // CUstream
 } R2pLaunch;
 
 // What the process has done so far, for tests: kernels loaded (one per variant and CUDA context), kernels

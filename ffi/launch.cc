@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMapAlignment = 16;    // bytes; TMA's, and that of the kernel's vector loads
-constexpr int64_t kScalarAlignment = 4;  // bytes
+constexpr int64_t kScalarAlignment = 4;  // bytes; of scale, lse and lengths
 constexpr int64_t kHeadDimMultiple = 8;  // elements; 16 bytes, TMA's unit of a stride
 constexpr int64_t kElementSize = 2;      // bytes of a bf16 or fp16 element
 constexpr int32_t kWarpgroupRows = 64;   // each warpgroup loads and stores its own rows of query and out
@@ -55,6 +55,8 @@ struct Parameters {
   void* key;
   void* value;
   void* scale;
+  void* query_lengths;
+  void* key_lengths;
   int32_t window_left;
   int32_t window_right;
   int32_t cta_tiles;
@@ -95,7 +97,7 @@ std::string DtypeName(int32_t dtype) {
     case 1: return "bool";
     case 2: return "int8";
     case 3: return "int16";
-    case 4: return "int32";
+    case R2P_S32: return "int32";
     case 5: return "int64";
     case 6: return "uint8";
     case R2P_F16: return "float16";
@@ -147,6 +149,17 @@ Status CheckShape(const Tensor& tensor, const int64_t* expected, const char* rul
   return Status();
 }
 
+bool IsEmpty(const Tensor& tensor) { return tensor.rank == 1 && tensor.dims[0] == 0; }
+
+// An empty array stands for lengths that are not given.
+Status CheckLengths(const Tensor& lengths, int64_t batch) {
+  if (IsEmpty(lengths) && lengths.dtype == R2P_S32) {
+    return Status();
+  }
+  R2P_RETURN_IF_ERROR(CheckTensor(lengths, R2P_S32, 1, kScalarAlignment));
+  return CheckShape(lengths, &batch, "the batch of query");
+}
+
 Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) {
     return InvalidArgument(name, ": expected ", low, "..", high, "; got ", value);
@@ -182,6 +195,8 @@ Status CheckRequest(const LaunchRequest& request, const Variant& variant, Proble
   R2P_RETURN_IF_ERROR(CheckShape(request.value, key, "as key"));
   R2P_RETURN_IF_ERROR(CheckShape(request.out, query, "as query"));
   R2P_RETURN_IF_ERROR(CheckShape(request.lse, lse_shape, "(batch, heads, rows) of query"));
+  R2P_RETURN_IF_ERROR(CheckLengths(request.query_lengths, p.batch));
+  R2P_RETURN_IF_ERROR(CheckLengths(request.key_lengths, p.batch));
 
   if (p.head_dim % kHeadDimMultiple != 0 || p.head_dim > variant.head_dim) {
     return InvalidArgument("query: expected a head dim that is a multiple of ", kHeadDimMultiple,
@@ -289,6 +304,9 @@ Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& v
   parameters->key = request.key.data;
   parameters->value = request.value.data;
   parameters->scale = request.scale.data;
+  // Of an empty buffer XLA may pass any address.
+  parameters->query_lengths = IsEmpty(request.query_lengths) ? nullptr : request.query_lengths.data;
+  parameters->key_lengths = IsEmpty(request.key_lengths) ? nullptr : request.key_lengths.data;
   // Ends that far off hide no key, and the kernel's sums with smaller ones stay far from overflow.
   parameters->window_left = Narrow(std::min<int64_t>(request.window_left, problem.keys));
   parameters->window_right = Narrow(std::min<int64_t>(request.window_right, problem.queries));

@@ -33,6 +33,8 @@ struct LaunchRequest {
   Tensor key;
   Tensor value;
   Tensor scale;
+  Tensor query_lengths;
+  Tensor key_lengths;
   Tensor out;
   Tensor lse;
   int32_t window_left;

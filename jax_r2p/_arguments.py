@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ ArrayOrStruct = Array | jax.ShapeDtypeStruct
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _IMPLEMENTATIONS = (None, "r2p", "xla")
 _NAMES = ("query", "key", "value")
+_LENGTH_NAMES = ("query_seq_lengths", "key_value_seq_lengths")
 
 
 def as_arrays(*arrays: Any) -> list[Array]:
@@ -81,6 +83,44 @@ def check_arrays(query: ArrayOrStruct, key: ArrayOrStruct, value: ArrayOrStruct)
         raise ValueError(
             f"the number of heads of query must be a multiple of key's; got {heads=} and {kv_heads=}"
         )
+
+
+def as_lengths(*lengths: Any) -> list[Array | None]:
+    """Returns the lengths of queries and keys as jax arrays, where they are not None.
+
+    Raises:
+      TypeError: They cannot be made one.
+    """
+    return [_as_length(name, x) for name, x in zip(_LENGTH_NAMES, lengths, strict=True)]
+
+
+def as_length_structs(*lengths: Any) -> list[ArrayOrStruct | None]:
+    """Returns the same, but leaves structs as they are."""
+    return [
+        x if isinstance(x, jax.ShapeDtypeStruct) else _as_length(name, x)
+        for name, x in zip(_LENGTH_NAMES, lengths, strict=True)
+    ]
+
+
+def _as_length(name: str, x: Any) -> Array | None:
+    try:
+        return None if x is None else jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be None or an int32 array, got {type(x).__name__}") from error
+
+
+def check_lengths(lengths: Sequence[ArrayOrStruct | None], batch: tuple[int, ...]) -> None:
+    """Checks dtypes and shapes of the lengths of queries and keys.
+
+    Raises:
+      TypeError: They are not int32.
+      ValueError: There is not one for each sequence of the batch.
+    """
+    for name, x in zip(_LENGTH_NAMES, lengths, strict=True):
+        if x is not None and x.dtype != jnp.int32:
+            raise TypeError(f"{name} must have dtype int32, got {x.dtype}")
+        if x is not None and x.shape != batch:
+            raise ValueError(f"{name} must have the batch dimensions of query, {batch}; got shape {x.shape}")
 
 
 def make_spec(is_causal: Any, local_window_size: Any) -> AttentionSpec:

@@ -27,6 +27,8 @@ def attention(
     is_causal: bool = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     scale: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
     return_residual: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> Array: ...
@@ -41,6 +43,8 @@ def attention(
     is_causal: bool = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     scale: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
     return_residual: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array]: ...
@@ -54,6 +58,8 @@ def attention(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     scale: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -79,6 +85,21 @@ def attention(
     A query that sees no key gets 0. Keys and values that no query sees have no influence, even if NaN or
     infinite.
 
+    Sequences of a batch that are shorter than its arrays come with their lengths: t queries and s keys are
+    there, and t and s take the place of T and S in the rules of masks. What lies beyond may hold anything:
+
+        T = 4, S = 4            is_causal, s = 3   is_causal, t = 2, s = 3   t = 2, s = 3
+                                0 0 0 0                 1 1 0 0              1 1 1 0
+                                1 0 0 0                 1 1 1 0              1 1 1 0
+                                1 1 0 0                 0 0 0 0              0 0 0 0
+                                1 1 1 0                 0 0 0 0              0 0 0 0
+
+    For example, one token a sequence is decoded against caches of 300 and 4096 keys by
+
+        attention(query, key_cache, value_cache, key_value_seq_lengths=jnp.array([300, 4096], jnp.int32))
+
+    with query (2, 1, N, H) and caches (2, 8192, K, H), in which whatever follows these keys does not matter.
+
     Args:
       query: (..., T, N, H), with any number of batch dimensions. float32, bfloat16 or float16; float64 if
         enabled.
@@ -91,6 +112,11 @@ def attention(
         both included. An int w stands for (w, w). With `is_causal`, both rules hold. None for no window.
       scale: Factor of the scores: a real number of any sign, or an array of shape (), which may be traced. A
         new value needs no compilation. None for 1 / sqrt(H).
+      query_seq_lengths: int32, with the batch dimensions of `query`, (...), as its shape: how many queries of
+        each sequence are there. The others get 0, and -inf as residual. May be traced; new values need no
+        compilation. Lengths below 0 count as 0, above T as T. None for T.
+      key_value_seq_lengths: Likewise how many keys and values of each sequence are there; the others are seen
+        by no query. None for S.
       return_residual: Whether to return the residual too.
       implementation: None for the kernel where there is one, else plain XLA, with a `FallbackWarning` once
         for each reason; "r2p" for the kernel or an error; "xla" for plain XLA.
@@ -111,16 +137,21 @@ def attention(
     _arguments.check_arrays(*arrays)
     spec = _arguments.make_spec(is_causal, local_window_size)
     factor = _arguments.check_scale(scale, arrays[0].shape[-1])
+    lengths = _arguments.as_lengths(query_seq_lengths, key_value_seq_lengths)
+    _arguments.check_lengths(lengths, arrays[0].shape[:-3])
     _arguments.check_flag("return_residual", return_residual)
     _arguments.check_implementation(implementation)
 
-    operands = (*arrays, jnp.asarray(factor, reference.compute_dtype(arrays[0].dtype)))
+    query, key, value = arrays
+    factor = jnp.asarray(factor, reference.compute_dtype(query.dtype))
     if implementation == "xla":
-        out, lse = reference.attention(*operands, spec=spec)
+        out, lse = reference.attention(query, key, value, factor, *lengths, spec=spec)
     else:
         if implementation == "r2p":
             _require_kernel(spec, arrays)
-        out, lse = _primitives.bind_attention(*operands, spec=spec, implementation=implementation)
+        out, lse = _primitives.bind_attention(
+            query, key, value, factor, *lengths, spec=spec, implementation=implementation
+        )
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
 
@@ -173,6 +204,8 @@ def explain(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     scale: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | jax.ShapeDtypeStruct | None = None,
+    key_value_seq_lengths: ArrayLike | jax.ShapeDtypeStruct | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
 ) -> Explanation:
@@ -185,6 +218,8 @@ def explain(
       is_causal: As for `attention`.
       local_window_size: As for `attention`.
       scale: As for `attention`.
+      query_seq_lengths: As for `attention`, or a `jax.ShapeDtypeStruct`; changes nothing.
+      key_value_seq_lengths: Likewise.
       return_residual: As for `attention`; changes nothing.
       implementation: As for `attention`.
 
@@ -200,6 +235,8 @@ def explain(
     _arguments.check_arrays(*arrays)
     spec = _arguments.make_spec(is_causal, local_window_size)
     _arguments.check_scale(scale, arrays[0].shape[-1])
+    lengths = _arguments.as_length_structs(query_seq_lengths, key_value_seq_lengths)
+    _arguments.check_lengths(lengths, arrays[0].shape[:-3])
     _arguments.check_flag("return_residual", return_residual)
     _arguments.check_implementation(implementation)
 

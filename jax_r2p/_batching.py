@@ -2,8 +2,8 @@
 
 Every operand of the primitive has the batch dimensions of the query in front, but key and value may have 1 in
 place of any of them: all queries along that dimension then share them. That is how `vmap` over queries alone
-copies neither. Scale broadcasts against the batch dimensions as in numpy: it has none, or all of them, each
-whole or 1.
+copies neither. Scale and the lengths of the sequences have no batch dimension, or all of them, each whole or
+1.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def add_leading_dimension(
-    operands: Sequence[Array], axes: Sequence[int | None]
-) -> tuple[Array, Array, Array, Array]:
+def add_leading_dimension(operands: Sequence[Array], axes: Sequence[int | None]) -> list[Array]:
     """Returns the operands of the mapped call, with the mapped dimension in front.
 
     A new dimension, never a product with the first one: merging would reshard an array whose batch is
     sharded.
 
     Args:
-      operands: query, key, value and scale.
+      operands: query, key, value, scale, and lengths of sequences if there are any.
       axes: The mapped dimension of each; None for one that is not mapped.
     """
-    query, key, value, scale = operands
-    query_axis, key_axis, value_axis, scale_axis = axes
+    query, key, value, *small = operands
+    query_axis, key_axis, value_axis, *small_axes = axes
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     if query_axis is None:
         query = jnp.broadcast_to(query[None], (size, *query.shape))
     else:
         query = jnp.moveaxis(query, query_axis, 0)
-    if scale_axis is not None:
-        scale = jnp.moveaxis(scale, scale_axis, 0)
-        own = scale.shape[1:]
-        missing = query.ndim - 4 - len(own)  # query has the new dimension and three of its own
-        scale = scale.reshape(size, *(1,) * missing, *own)
-    return query, _lead(key, key_axis), _lead(value, value_axis), scale
+    rank = query.ndim - 3
+    lead = [_lead(key, key_axis), _lead(value, value_axis)]
+    return [query, *lead, *(_lead_small(x, axis, rank) for x, axis in zip(small, small_axes, strict=True))]
 
 
 def _lead(x: Array, axis: int | None) -> Array:
     return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+
+
+def _lead_small(x: Array, axis: int | None, rank: int) -> Array:
+    """Gives an operand with nothing but batch dimensions all `rank` of them, unless it has none at all."""
+    if axis is None and x.ndim == 0:
+        return x
+    x = _lead(x, axis)
+    return x.reshape(x.shape[0], *(1,) * (rank - x.ndim), *x.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from jax_r2p._manifest import (
 )
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
-TARGET = "jax_r2p.attention_forward.v1"
+TARGET = "jax_r2p.attention_forward.v2"
 """Name of the call in compiled programs. Another signature needs another name."""
 
 LIBRARY = "libjax_r2p.so"
@@ -78,6 +78,8 @@ def attention_forward(
     key: Array,
     value: Array,
     scale: Array,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
     *,
     variant: Variant,
     spec: AttentionSpec,
@@ -91,6 +93,8 @@ def attention_forward(
       key: (B // kv_repeat, S, K, H).
       value: Like `key`.
       scale: float32 scalar.
+      query_lengths: (B,), int32: the queries that are there. None for T.
+      key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
       variant: The kernel, one that fits the arguments.
       spec: The visible keys; bounds that do not bind at these lengths are left out.
       kv_repeat: See `Folding.repeat`.
@@ -108,12 +112,16 @@ def attention_forward(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((batch, heads, queries), np.float32),
     )
+    # A call has a fixed number of operands: an empty array stands for lengths that there are not.
+    none = np.zeros(0, np.int32)
     # The handler wants these integer types exactly; a Python int would become an int64.
     out, lse = jax.ffi.ffi_call(TARGET, results)(
         query,
         key,
         value,
         scale,
+        none if query_lengths is None else query_lengths,
+        none if key_lengths is None else key_lengths,
         variant=variant.name,
         window_left=np.int32(UNBOUNDED if spec.left is None else spec.left),
         window_right=np.int32(UNBOUNDED if spec.right is None else spec.right),

@@ -1,9 +1,11 @@
 """The primitive `jax_r2p_attention`: its types, its rules, and what it is lowered to.
 
-    query (*B, T, N, H), key and value (*B, S, K, H), scale ()  ->  out (*B, T, N, H), lse (*B, N, T)
+    query (*B, T, N, H), key and value (*B, S, K, H), scale (), and up to two lengths of sequences (*B)
+      ->  out (*B, T, N, H), lse (*B, N, T)
 
-`_batching` says which batch dimensions key, value and scale may have instead. What the results are is written
-in `reference`, which also is the lowering wherever no kernel runs.
+Its parameter `lengths` says which lengths are among the operands: those of the queries, those of the keys.
+`_batching` says which batch dimensions operands may have instead. What the results are is written in
+`reference`, which also is the lowering wherever no kernel runs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax_r2p._manifest import Variant
 from jax_r2p._spec import AttentionSpec
 
 _Attention = Callable[..., tuple[Array, Array]]
+_Lengths = tuple[bool, bool]
 
 attention_p: Any = Primitive("jax_r2p_attention")  # typed in part only
 attention_p.multiple_results = True
@@ -36,6 +39,8 @@ def bind_attention(
     key: Array,
     value: Array,
     scale: Array,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
     *,
     spec: AttentionSpec,
     implementation: _dispatch.Implementation | None,
@@ -47,15 +52,32 @@ def bind_attention(
       key: (*B, S, K, H), same dtype; batch dimensions may be 1 instead.
       value: Like `key`.
       scale: () or any shape that `_batching` allows; dtype `reference.compute_dtype(query.dtype)`.
+      query_lengths: (*B) or any shape that `_batching` allows, int32; None for T.
+      key_lengths: Likewise; None for S.
       spec: The visible keys.
       implementation: "r2p" to fail where no kernel runs; None to take the reference there.
 
     Returns:
       out and lse.
     """
-    operands = _vary_together(query, key, value, scale)
-    out, lse = attention_p.bind(*operands, spec=spec, implementation=implementation)
+    lengths = (query_lengths is not None, key_lengths is not None)
+    given = [x for x in (query_lengths, key_lengths) if x is not None]
+    return _bind(query, key, value, scale, *given, spec=spec, implementation=implementation, lengths=lengths)
+
+
+def _bind(*operands: Array, **params: Any) -> tuple[Array, Array]:
+    out, lse = attention_p.bind(*_vary_together(*operands), **params)
     return out, lse
+
+
+def _with_lengths(function: _Attention, lengths: _Lengths) -> _Attention:
+    """Returns the function of the primitive's operands for one that takes None for absent lengths."""
+
+    def of_operands(*operands: Array) -> tuple[Array, Array]:
+        given = iter(operands[4:])
+        return function(*operands[:4], *(next(given) if there else None for there in lengths))
+
+    return of_operands
 
 
 def _vary_together(*operands: Array) -> list[Array]:
@@ -81,8 +103,12 @@ def _manual_axes(aval: Any) -> frozenset[Any]:
 # manual axes.
 
 
-def _abstract_eval(query: Any, key: Any, value: Any, scale: Any, **params: Any) -> list[Any]:
+def _abstract_eval(
+    query: Any, key: Any, value: Any, scale: Any, *given: Any, lengths: _Lengths, **params: Any
+) -> list[Any]:
     del key, value, params
+    if [x.dtype for x in given] != [np.int32] * sum(lengths):
+        raise TypeError(f"expected {sum(lengths)} int32 arrays of lengths, got {given}")
     batch = range(query.ndim - 3)
     rows, heads = query.ndim - 3, query.ndim - 2
     out = query.update(weak_type=False)
@@ -122,7 +148,7 @@ def _batch(
     operands: Sequence[Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[tuple[Array, Array], tuple[int, int]]:
     mapped = _batching.add_leading_dimension(operands, axes)
-    return bind_attention(*mapped, **params), (0, 0)
+    return _bind(*mapped, **params), (0, 0)
 
 
 batching.primitive_batchers[attention_p] = _batch
@@ -134,16 +160,21 @@ def _jvp(
     *,
     spec: AttentionSpec,
     implementation: _dispatch.Implementation | None,
+    lengths: _Lengths,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Tangents come from the reference, at its cost: it holds all T * S scores in memory."""
-    results = bind_attention(*primals, spec=spec, implementation=implementation)
+    """Tangents come from the reference, at its cost: it holds all T * S scores in memory.
+
+    Lengths are integers, whose tangents are always zero.
+    """
+    results = _bind(*primals, spec=spec, implementation=implementation, lengths=lengths)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    function = _with_lengths(functools.partial(reference.attention, spec=spec), lengths)
 
     def of_moving(*values: Array) -> tuple[Array, Array]:
         operands = list(primals)
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
-        return reference.attention(*operands, spec=spec)
+        return function(*operands)
 
     _, result_tangents = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     return results, result_tangents
@@ -166,27 +197,40 @@ def _lower(function: _Attention, ctx: Any, *operands: Any) -> Any:
     return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
+def _lower_reference(ctx: Any, *operands: Any, spec: AttentionSpec, lengths: _Lengths) -> Any:
+    return _lower(_with_lengths(functools.partial(reference.attention, spec=spec), lengths), ctx, *operands)
+
+
 def _lower_default(
-    ctx: Any, *operands: Any, spec: AttentionSpec, implementation: _dispatch.Implementation | None
+    ctx: Any,
+    *operands: Any,
+    spec: AttentionSpec,
+    implementation: _dispatch.Implementation | None,
+    lengths: _Lengths,
 ) -> Any:
     if not _is_empty(ctx):
         platforms = " and ".join(ctx.platforms or ctx.module_context.platforms)
         _fall_back(_dispatch.wrong_platform(platforms), implementation)
-    return _lower(functools.partial(reference.attention, spec=spec), ctx, *operands)
+    return _lower_reference(ctx, *operands, spec=spec, lengths=lengths)
 
 
 def _lower_cuda(
-    ctx: Any, *operands: Any, spec: AttentionSpec, implementation: _dispatch.Implementation | None
+    ctx: Any,
+    *operands: Any,
+    spec: AttentionSpec,
+    implementation: _dispatch.Implementation | None,
+    lengths: _Lengths,
 ) -> Any:
     if not _is_empty(ctx):
-        query, key, value, _ = ctx.avals_in
+        query, key, value, *_ = ctx.avals_in
         choice = _dispatch.choose(
             spec, query.shape, key.shape, value.shape, query.dtype, _dispatch.lowering_capability()
         )
         if isinstance(choice, Variant):
-            return _lower(functools.partial(_call_kernel, variant=choice, spec=spec), ctx, *operands)
+            call = functools.partial(_call_kernel, variant=choice, spec=spec)
+            return _lower(_with_lengths(call, lengths), ctx, *operands)
         _fall_back(choice, implementation)
-    return _lower(functools.partial(reference.attention, spec=spec), ctx, *operands)
+    return _lower_reference(ctx, *operands, spec=spec, lengths=lengths)
 
 
 mlir.register_lowering(attention_p, _lower_default)
@@ -205,15 +249,25 @@ def _fall_back(reason: str, implementation: _dispatch.Implementation | None) -> 
 
 
 def _call_kernel(
-    query: Array, key: Array, value: Array, scale: Array, *, variant: Variant, spec: AttentionSpec
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: Array,
+    query_lengths: Array | None,
+    key_lengths: Array | None,
+    *,
+    variant: Variant,
+    spec: AttentionSpec,
 ) -> tuple[Array, Array]:
     """Calls the kernel once; or, if scale differs along a batch dimension, once for each index of it."""
+    *batch, queries, heads, _ = query.shape
+    # The kernel wants the lengths of each batch entry of the query. They are few, so copies cost nothing.
+    lengths = [x if x is None else jnp.broadcast_to(x, batch) for x in (query_lengths, key_lengths)]
     call = functools.partial(_call_kernel, variant=variant, spec=spec)
     for axis, size in enumerate(scale.shape):
         if size > 1:
-            return _map(call, axis, size, query, key, value, scale)
+            return _map(call, axis, size, query, key, value, scale, *lengths)
 
-    *batch, queries, heads, _ = query.shape
     keys = key.shape[-3]
     folding = _batching.fold(batch, key.shape[:-3], value.shape[:-3])
     key, value = (
@@ -225,6 +279,7 @@ def _call_kernel(
         key,
         value,
         scale.reshape(()),
+        *(x if x is None else _batching.flatten_batch(x, 0) for x in lengths),
         variant=variant,
         spec=spec.effective(queries, keys),
         kv_repeat=folding.repeat,
@@ -233,19 +288,17 @@ def _call_kernel(
     return out.reshape(query.shape), lse.reshape(*batch, heads, queries)
 
 
-def _map(call: _Attention, axis: int, size: int, *operands: Array) -> tuple[Array, Array]:
+def _map(call: _Attention, axis: int, size: int, *operands: Array | None) -> tuple[Array, Array]:
     """Calls `call` for each index of batch dimension `axis`, one after the other.
 
-    An operand of size 1 there is shared. The kernel reads a single scale, so each further one costs a launch.
+    An operand of size 1 there is shared, as is None. The kernel reads a single scale, so each further one
+    costs a launch.
     """
-    whole = [x.shape[axis] == size for x in operands]
-    moved = [jnp.moveaxis(x, axis, 0) for w, x in zip(whole, operands, strict=True) if w]
 
-    def call_one(slices: Sequence[Array]) -> tuple[Array, Array]:
-        remaining = iter(slices)
-        return call(
-            *(next(remaining) if w else x.squeeze(axis) for w, x in zip(whole, operands, strict=True))
-        )
+    def take(x: Array | None, i: Array) -> Array | None:
+        if x is None:
+            return None
+        return x.squeeze(axis) if x.shape[axis] == 1 else lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
 
-    out, lse = lax.map(call_one, moved)
+    out, lse = lax.map(lambda i: call(*(take(x, i) for x in operands)), jnp.arange(size))
     return jnp.moveaxis(out, 0, axis), jnp.moveaxis(lse, 0, axis)

@@ -7,7 +7,7 @@ heads, G = N // K query heads of one key head, H elements of a head.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 MaskKind = Literal["none", "causal", "window"]
 
@@ -21,7 +21,8 @@ class AttentionSpec:
     """The static part of a call; it travels through the primitive as its parameter.
 
     Key j is visible to query i when `i + o - left <= j <= i + o + right`, with the offset `o = S - T`, which
-    aligns the last query with the last key. Both ends are inclusive.
+    aligns the last query with the last key. Both ends are inclusive. Where the sequences of a batch have
+    lengths of their own, those stand for T and S.
 
     Attributes:
       left: Keys visible before the diagonal, at least 0; None for all of them.
@@ -40,8 +41,11 @@ class AttentionSpec:
             return "causal"
         return "window"
 
-    def bounds(self, queries: int, keys: int) -> tuple[int | None, int | None]:
-        """Returns (low, high): query i sees key j when `low <= j - i <= high`. None bounds nothing."""
+    def bounds(self, queries: Any, keys: Any) -> tuple[Any | None, Any | None]:
+        """Returns (low, high): query i sees key j when `low <= j - i <= high`. None bounds nothing.
+
+        `queries` and `keys` are integers, or arrays of the lengths of sequences, as then are the results.
+        """
         offset = keys - queries
         low = None if self.left is None else offset - self.left
         high = None if self.right is None else offset + self.right
@@ -51,9 +55,12 @@ class AttentionSpec:
         """Returns the spec without the bounds that hide no key at these lengths.
 
         It masks the same elements, often with a cheaper mask kind: a single causal query, for example, sees
-        every key.
+        every key. It also does so for sequences of t <= T queries and s <= S keys.
         """
-        # The last query loses keys to the left bound first, the first query to the right one.
+        # The last query, t - 1, loses keys to the left bound first: key 0 if (t - 1) + s - t - left > 0, that
+        # is if left < s - 1, whatever t is. The first query loses keys to the right bound first: key s - 1 if
+        # s - t + right < s - 1, that is if right < t - 1, whatever s is. So a bound that hides nothing at the
+        # full lengths hides nothing at smaller ones.
         left_binds = self.left is not None and self.left < keys - 1
         right_binds = self.right is not None and self.right < queries - 1
         return AttentionSpec(

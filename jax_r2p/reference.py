@@ -20,6 +20,11 @@ queries, columns are keys, 1 is visible:
 A query that sees no key (the first two rows of the last example, or any row when S = 0) gets out 0 and lse
 -inf, and adds exactly 0 to every gradient.
 
+Lengths. Where sequences of a batch differ in length, t <= T of the queries and s <= S of the keys are there.
+Visible keys follow from t and s in place of T and S, so the last query that is there is aligned with the last
+key that is there. Keys from s on are hidden from all, and queries from t on see no key. Lengths below 0 count
+as 0, and those above T or S as T or S.
+
 A hidden key has no influence at all, not even when its key or value is NaN or infinite: 0 * NaN does not
 leak. A visible key has: its NaN or infinite value reaches the output as NaN or infinity, however small its
 weight. Gradients take such elements as constants, so that those of queries which do not see them stay finite.
@@ -31,6 +36,8 @@ the end.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +57,14 @@ def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
 # Called outside of jit, its operations would be compiled and run one by one.
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
 def attention(
-    query: Array, key: Array, value: Array, scale: ArrayLike, *, spec: AttentionSpec
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: ArrayLike,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    *,
+    spec: AttentionSpec,
 ) -> tuple[Array, Array]:
     """Computes attention by the definition above, with all T * S scores in memory.
 
@@ -61,6 +75,10 @@ def attention(
       value: Same shape and dtype as `key`, though other batch dimensions may be 1.
       scale: Factor of the scores, of any sign; a scalar, or an array that broadcasts against the batch
         dimensions *B.
+      query_lengths: Queries that are there; integers, a scalar or an array that broadcasts against *B. None
+        for T.
+      key_lengths: Keys that are there, likewise; None for S. It is a matter of the query's batch, also where
+        the keys are shared.
       spec: The visible keys.
 
     Returns:
@@ -74,10 +92,15 @@ def attention(
 
     scores = _scores(grouped.astype(dtype), key.astype(dtype))
     scale = jnp.asarray(scale, dtype)[..., None, None, None, None]
-    visible = _visible(spec, queries, keys)
-    if visible is None:
+    spec = spec.effective(queries, keys)  # bounds of any size become less than 32 bits
+    lengths = [_sequence_lengths(query_lengths, queries, batch), _sequence_lengths(key_lengths, keys, batch)]
+    first, end = _visible_range(spec, queries, keys, *lengths)
+    if spec == AttentionSpec() and query_lengths is None and key_lengths is None:
         scores = scores * scale
     else:
+        index = jnp.arange(keys)
+        visible = (index >= first[..., None]) & (index < end[..., None])
+        visible = visible[..., None, None, :, :] if visible.ndim > 2 else visible
         # Hidden scores may be NaN. They are cut off on both sides of the product, so that neither its value
         # nor its derivative by `scale` meets them.
         scores = jnp.where(visible, jnp.where(visible, scores, 0) * scale, -jnp.inf)
@@ -91,18 +114,40 @@ def attention(
     empty = total == 0
     divisor = jnp.where(empty, 1, total)
 
-    out = _weighted_values(weights, value.astype(dtype), spec) / jnp.moveaxis(divisor, -1, -3)[..., None]
+    out = _weighted_values(weights, value.astype(dtype), first, end)
+    out = out / jnp.moveaxis(divisor, -1, -3)[..., None]
     lse = jnp.where(empty, -jnp.inf, shift[..., 0] + jnp.log(divisor))
     return out.reshape(query.shape).astype(query.dtype), lse.reshape(*batch, heads, queries)
 
 
-def _visible(spec: AttentionSpec, queries: int, keys: int) -> Array | None:
-    """Returns the mask (T, S), or None when every key is visible to every query."""
-    low, high = spec.bounds(queries, keys)
-    distance = jnp.arange(keys) - jnp.arange(queries)[:, None]
-    if low is None:
-        return None if high is None else distance <= high
-    return distance >= low if high is None else (distance >= low) & (distance <= high)
+def _sequence_lengths(lengths: Array | None, extent: int, batch: Sequence[int]) -> Array | int:
+    """Returns lengths within 0 and `extent`: one number, or an array of the rank of `batch` and one more."""
+    if lengths is None:
+        return extent
+    lengths = jnp.clip(lengths, 0, extent)
+    missing = len(batch) - lengths.ndim
+    return lengths.reshape(*(1,) * missing, *lengths.shape, 1) if lengths.ndim else lengths
+
+
+def _visible_range(
+    spec: AttentionSpec, queries: int, keys: int, query_length: Array | int, key_length: Array | int
+) -> tuple[Array, Array]:
+    """Returns (first, end), each (T,) or (*B, T): a query sees keys first ... end - 1; none if end <= first.
+
+    Args:
+      spec: The visible keys.
+      queries: T.
+      keys: S.
+      query_length: T or, of each sequence, the queries that are there: a scalar or (*B, 1).
+      key_length: The same for S and keys.
+    """
+    row = jnp.arange(queries)
+    low, high = spec.bounds(query_length, key_length)
+    first = jnp.zeros_like(row) if low is None else row + low
+    end = jnp.asarray(key_length if high is None else jnp.minimum(row + high + 1, key_length))
+    end = jnp.where(row < query_length, end, 0)
+    first, end = jnp.broadcast_arrays(first, end)
+    return jnp.clip(first, 0, keys), jnp.clip(end, 0, keys)
 
 
 # The two products. Their derivatives see finite numbers only: a hidden key has weight 0, and 0 times an
@@ -126,37 +171,39 @@ def _scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
     return _scores(query, key), _scores(query_dot, _finite(key)) + _scores(_finite(query), key_dot)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _weighted_values(weights: Array, value: Array, spec: AttentionSpec) -> Array:
+@jax.custom_jvp
+def _weighted_values(weights: Array, value: Array, first: Array, end: Array) -> Array:
     """Weights (..., K, G, T, S) times value (..., S, K, H) -> (..., T, K, G, H)."""
     product = _product(weights, _finite(value))
-    return product + _visible_infinities(value, weights.shape[-2], spec)[..., None, :]
+    return product + _visible_infinities(value, first, end)[..., None, :]
 
 
 @_weighted_values.defjvp
 def _weighted_values_jvp(
-    spec: AttentionSpec, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+    primals: tuple[Array, Array, Array, Array], tangents: tuple[Array, Array, Any, Any]
 ) -> tuple[Array, Array]:
-    (weights, value), (weights_dot, value_dot) = primals, tangents
+    (weights, value, first, end), (weights_dot, value_dot, _, _) = primals, tangents
     tangent = _product(weights_dot, _finite(value)) + _product(weights, value_dot)
-    return _weighted_values(weights, value, spec), tangent
+    return _weighted_values(weights, value, first, end), tangent
 
 
 def _product(weights: Array, value: Array) -> Array:
     return _einsum("...kgts,...skh->...tkgh", weights, value)
 
 
-def _visible_infinities(value: Array, queries: int, spec: AttentionSpec) -> Array:
+def _visible_infinities(value: Array, first: Array, end: Array) -> Array:
     """Returns (..., T, K, H): the sum of the NaN and infinite values that each query sees, else 0."""
-    keys = value.shape[-3]
-    low, high = spec.bounds(queries, keys)
-    first = jnp.zeros(queries, int) if low is None else jnp.clip(jnp.arange(queries) + low, 0, keys)
-    end = jnp.full(queries, keys) if high is None else jnp.clip(jnp.arange(queries) + high + 1, 0, keys)
-
     # Visible keys are consecutive, so they are counted as the difference of two prefix sums.
     nan = jnp.isnan(value)
     flags = jnp.concatenate([nan | (value == jnp.inf), nan | (value == -jnp.inf)], axis=-1)
     counts = jnp.cumsum(flags, axis=-3, dtype=jnp.int32)
     before = jnp.pad(counts, [(0, 0)] * (counts.ndim - 3) + [(1, 0), (0, 0), (0, 0)])
-    up, down = jnp.split(jnp.take(before, end, axis=-3) > jnp.take(before, first, axis=-3), 2, axis=-1)
+    up, down = jnp.split(_take_keys(before, end) > _take_keys(before, first), 2, axis=-1)
     return jnp.where(up, jnp.inf, 0) + jnp.where(down, -jnp.inf, 0)
+
+
+def _take_keys(x: Array, index: Array) -> Array:
+    """Takes from x (*B, S, K, H), for each query, the key `index`, (T,) or (*B, T) -> (*B, T, K, H)."""
+    if index.ndim == 1:
+        return jnp.take(x, index, axis=-3)
+    return jnp.take_along_axis(x, index[..., None, None], axis=-3)

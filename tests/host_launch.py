@@ -30,7 +30,7 @@ class HostCall:
     Attributes:
       query: Shape of query and out, (B, T, N, H).
       key: Shape of key and value, (Bk, S, K, H).
-      addresses: Of query, key, value, out, lse and scale, in this order.
+      addresses: Of query, key, value, out, lse, scale, and the lengths of queries and keys, in this order.
       numbers: window_left, window_right, section_heads, kv_outer, kv_inner, ctas and cta_tiles, in this
         order.
       stream: A number to be found again.
@@ -38,7 +38,7 @@ class HostCall:
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
-    addresses: tuple[int, int, int, int, int, int]
+    addresses: tuple[int, int, int, int, int, int, int, int]
     numbers: tuple[int, int, int, int, int, int, int]
     stream: int
 
@@ -143,7 +143,7 @@ def _launch(library: ctypes.CDLL, call: HostCall, parameter_sizes: Sequence[int]
         strides = (length * heads * head_dim, heads * head_dim, head_dim)
         return _Array4(address, (ctypes.c_int32 * 4)(*shape), (ctypes.c_int64 * 3)(*strides))
 
-    query, key, value, out, lse, scale = call.addresses
+    query, key, value, out, lse, scale, *lengths = call.addresses
     batch, length, heads, _ = call.query
     arguments = [
         array4(query, call.query),
@@ -152,6 +152,7 @@ def _launch(library: ctypes.CDLL, call: HostCall, parameter_sizes: Sequence[int]
         array4(out, call.query),
         _Array1(lse, (ctypes.c_int32 * 1)(batch * heads * length)),
         ctypes.c_void_p(scale),
+        *map(ctypes.c_int64, lengths),
         *map(ctypes.c_int32, call.numbers),
         ctypes.c_void_p(call.stream),
         ctypes.c_int32(-1),  # becomes the result

@@ -27,11 +27,13 @@ from jax_r2p._manifest import FOLDER, Variant, package_file
 NATIVE = pathlib.Path(__file__).resolve().parent / "native"
 HEADER = NATIVE.parents[1] / "ffi" / "c_api.h"
 LIBRARY = "libjax_r2p.so"
-DTYPES = {"fp16": 10, "fp32": 11, "bf16": 16}
+DTYPES = {"int32": 4, "fp16": 10, "fp32": 11, "bf16": 16}
 CODES = {0: "OK", 1: "INVALID_ARGUMENT", 2: "NOT_FOUND", 3: "FAILED_PRECONDITION", 4: "INTERNAL"}
 UNBOUNDED = 2**29
 STREAM = 0x5000
 MAPPED = ("query", "key", "value", "out")
+OPERANDS = ("query", "key", "value", "scale", "query_lengths", "key_lengths")
+RESULTS = ("out", "lse")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Call:
     key: Array
     value: Array
     scale: Array
+    query_lengths: Array
+    key_lengths: Array
     out: Array
     lse: Array
     window_left: int = UNBOUNDED
@@ -69,6 +73,8 @@ def make_call(
     variant: Variant,
     query: tuple[int, int, int, int],
     key: tuple[int, int, int, int] | None = None,
+    *,
+    lengths: tuple[bool, bool] = (False, False),
     **fields: Any,
 ) -> Call:
     """Returns a launch that fits `variant`, with an address of its own for each array.
@@ -77,6 +83,7 @@ def make_call(
       variant: A row of the manifest.
       query: Shape of query and out, (B, T, N, H).
       key: Shape of key and value, (Bk, S, K, H); None: like query.
+      lengths: Whether there are lengths of queries and of keys; where not, the array is empty.
       **fields: Of Call. kv_repeat defaults to B // Bk.
     """
     key = key or query
@@ -88,11 +95,14 @@ def make_call(
         "out": query,
         "scale": (),
         "lse": (batch, heads, rows),
+        "query_lengths": (batch if lengths[0] else 0,),
+        "key_lengths": (batch if lengths[1] else 0,),
     }
+    dtypes = {"scale": "fp32", "lse": "fp32", "query_lengths": "int32", "key_lengths": "int32"}
     arrays = {
         name: Array(
             data=0x7F0000000000 + 0x100000000 * number,
-            dtype=variant.dtype if name in MAPPED else "fp32",
+            dtype=dtypes.get(name, variant.dtype),
             shape=shape,
         )
         for number, (name, shape) in enumerate(shapes.items())
@@ -435,9 +445,9 @@ class _Worker:
             else:
                 dtype = {"int32": _XLA_S32, "int64": _XLA_S64}[kind]
                 encoded.append(_FrameAttribute(name=name.encode(), dtype=dtype, **{kind: value}))
-        arguments = [self._frame_buffer(call[name]) for name in ("query", "key", "value", "scale")]
+        arguments = [self._frame_buffer(call[name]) for name in OPERANDS]
         arguments = arguments[: changes.get("arguments", len(arguments))]
-        results = [self._frame_buffer(call[name]) for name in ("out", "lse")]
+        results = [self._frame_buffer(call[name]) for name in RESULTS]
         handler = f"jax_r2p_attention_forward_{changes.get('handler_stage', stage)}"
         error = ctypes.create_string_buffer(self._ERROR_SIZE)
         code = self._frame.frame_call(
@@ -532,7 +542,7 @@ class _Worker:
     def _to_c(self, call: dict[str, Any]) -> Any:
         tensor_type, launch_type = self._structures["R2pTensor"], self._structures["R2pLaunch"]
         fields = dict(call)
-        for name in (*MAPPED, "scale", "lse"):
+        for name in (*OPERANDS, *RESULTS):
             array = fields[name]
             shape = array["shape"]
             dims = (ctypes.c_int64 * 4)(*shape[:4])

@@ -42,7 +42,10 @@ _ELEMENTS = 8_000_000  # scores in one padded call: bounds the memory of the com
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call: query (B, T, N, H), key, value (B, S, K, H); query i sees keys i+S-T-left to i+S-T+right."""
+    """One call: query (B, T, N, H), key, value (B, S, K, H); query i sees keys i+S-T-left to i+S-T+right.
+
+    With `q_lengths` or `kv_lengths` (B), those stand for T and S: nothing beyond them is there.
+    """
 
     query: np.ndarray
     key: np.ndarray
@@ -50,6 +53,8 @@ class Problem:
     left: int | None = None
     right: int | None = None
     scale: float | None = None
+    q_lengths: Sequence[int] | None = None
+    kv_lengths: Sequence[int] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -57,6 +62,13 @@ class Problem:
         b, t, n, h = self.query.shape
         _, s, k, _ = self.key.shape
         return b, t, s, n, k, h
+
+    def lengths(self, b: int) -> tuple[int, int]:
+        """T and S of the sequence `b`."""
+        _, t, s, _, _, _ = self.shape
+        own_t = t if self.q_lengths is None else min(max(self.q_lengths[b], 0), t)
+        own_s = s if self.kv_lengths is None else min(max(self.kv_lengths[b], 0), s)
+        return own_t, own_s
 
     def softmax_scale(self) -> float:
         return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else float(self.scale)
@@ -102,6 +114,8 @@ def random_problem(
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     scale: float | None = None,
+    q_lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
 ) -> Problem:
     """Standard normal inputs, drawn in numpy, rounded to `dtype`; equal seeds and sizes, equal inputs."""
     s = t if s is None else s
@@ -111,7 +125,7 @@ def random_problem(
         x: rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for x, shape in shapes.items()
     }
     left, right = bounds(is_causal, window)
-    return Problem(**arrays, left=left, right=right, scale=scale)
+    return Problem(**arrays, left=left, right=right, scale=scale, q_lengths=q_lengths, kv_lengths=kv_lengths)
 
 
 def _rounded(x):
@@ -232,10 +246,11 @@ def _compare_chunk(problems, results, heads, step, lq, lk, low) -> None:
     sizes, scale = np.zeros((step, 4), np.int32), np.zeros(step, np.float32)
     for m, head in enumerate(heads):
         p = problems[head.problem]
-        _, t, s, n, k, h = p.shape
-        query[m, :t, :h] = p.query[head.b, :, head.n]
-        key[m, :s, :h] = p.key[head.b, :, head.n // (n // k)]
-        value[m, :s, :h] = p.value[head.b, :, head.n // (n // k)]
+        _, _, _, n, k, h = p.shape
+        t, s = p.lengths(head.b)
+        query[m, :t, :h] = p.query[head.b, :t, head.n]
+        key[m, :s, :h] = p.key[head.b, :s, head.n // (n // k)]
+        value[m, :s, :h] = p.value[head.b, :s, head.n // (n // k)]
         sizes[m] = t, s, *(UNBOUNDED if x is None else x for x in (p.left, p.right))
         scale[m] = p.softmax_scale()
     finite = bool(all(np.isfinite(x.astype(np.float32)).all() for x in (query, key, value)))

@@ -138,7 +138,7 @@ def test_wrong_parameters_fail_the_build(tmp_path: pathlib.Path, sources: pathli
     assert done.returncode == 1
     assert f"{NAME}: parameters.def lists {count - 1} parameters" in done.stderr
     assert f"the kernel takes {count}\n" in done.stderr
-    assert f"{NAME}: parameter 12 must be window_left of 4 bytes, the kernel takes 8 bytes" in done.stderr
+    assert f"{NAME}: parameter 14 must be window_left of 4 bytes, the kernel takes 8 bytes" in done.stderr
     assert not (tmp_path / "out").exists(), "nothing is written"
 
 

@@ -125,6 +125,78 @@ def test_wrong_dtypes(function, arrays, message):
         ({"scale": np.ones(1)}, ValueError, r"scale must be a scalar, got shape \(1,\)"),
         ({"scale": jnp.ones((2, 3))}, ValueError, r"scale must be a scalar, got shape \(2, 3\)"),
         (
+            {"query_seq_lengths": jnp.ones(2)},
+            TypeError,
+            "^query_seq_lengths must have dtype int32, got float32",
+        ),
+        (
+            {"query_seq_lengths": jnp.ones(2, jnp.int16)},
+            TypeError,
+            "^query_seq_lengths must have dtype int32, got int16",
+        ),
+        (
+            {"query_seq_lengths": np.ones(2, np.uint32)},
+            TypeError,
+            "^query_seq_lengths must have dtype int32, got uint32",
+        ),
+        (
+            {"query_seq_lengths": [True, False]},
+            TypeError,
+            "^query_seq_lengths must have dtype int32, got bool",
+        ),
+        (
+            {"query_seq_lengths": "ab"},
+            TypeError,
+            "^query_seq_lengths must be None or an int32 array, got str",
+        ),
+        (
+            {"query_seq_lengths": jnp.ones((2, 1), jnp.int32)},
+            ValueError,
+            r"^query_seq_lengths must have the batch dimensions of query, \(2,\); got shape \(2, 1\)",
+        ),
+        (
+            {"query_seq_lengths": jnp.ones(3, jnp.int32)},
+            ValueError,
+            r"^query_seq_lengths must have .*; got shape \(3,\)",
+        ),
+        ({"query_seq_lengths": 3}, ValueError, r"^query_seq_lengths must have .*; got shape \(\)"),
+        (
+            {"key_value_seq_lengths": jnp.ones(2)},
+            TypeError,
+            "^key_value_seq_lengths must have dtype int32, got float32",
+        ),
+        (
+            {"key_value_seq_lengths": jnp.ones(2, jnp.int16)},
+            TypeError,
+            "^key_value_seq_lengths must have dtype int32, got int16",
+        ),
+        (
+            {"key_value_seq_lengths": np.ones(2, np.uint32)},
+            TypeError,
+            "^key_value_seq_lengths must have dtype int32, got uint32",
+        ),
+        (
+            {"key_value_seq_lengths": [True, False]},
+            TypeError,
+            "^key_value_seq_lengths must have dtype int32, got bool",
+        ),
+        (
+            {"key_value_seq_lengths": "ab"},
+            TypeError,
+            "^key_value_seq_lengths must be None or an int32 array, got str",
+        ),
+        (
+            {"key_value_seq_lengths": jnp.ones((2, 1), jnp.int32)},
+            ValueError,
+            r"^key_value_seq_lengths must have the batch dimensions of query, \(2,\); got shape \(2, 1\)",
+        ),
+        (
+            {"key_value_seq_lengths": jnp.ones(3, jnp.int32)},
+            ValueError,
+            r"^key_value_seq_lengths must have .*; got shape \(3,\)",
+        ),
+        ({"key_value_seq_lengths": 3}, ValueError, r"^key_value_seq_lengths must have .*; got shape \(\)"),
+        (
             {"implementation": "cudnn"},
             ValueError,
             r"implementation must be one of .*'r2p', 'xla'\), got 'cudnn'",
@@ -153,6 +225,23 @@ def test_traced_window_is_refused():
 def test_structs_are_for_explain_only():
     with pytest.raises(TypeError, match="query must be an array, got ShapeDtypeStruct"):
         jax_r2p.attention(QUERY, KEY, KEY)
+    with pytest.raises(TypeError, match=r"query_seq_lengths must be None or .* got ShapeDtypeStruct"):
+        call(jax_r2p.attention, query_seq_lengths=struct(2, dtype="int32"))
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], (3, 5), np.array([3, 5])], ids=lambda x: type(x).__name__)
+def test_kinds_of_lengths(arrays, lengths):
+    """Whatever becomes an int32 array, as in jax.nn; 64-bit integers do unless jax_enable_x64 is set."""
+    want = attention(*arrays, key_value_seq_lengths=jnp.array([3, 5], jnp.int32))
+    np.testing.assert_array_equal(attention(*arrays, key_value_seq_lengths=lengths), want)
+    with jax.enable_x64(True), pytest.raises(TypeError, match="must have dtype int32, got int64"):
+        attention(*arrays, key_value_seq_lengths=lengths)
+
+
+def test_length_of_one_sequence(arrays):
+    single = [x[0] for x in arrays]
+    want = attention(*single, query_seq_lengths=jnp.int32(3))
+    np.testing.assert_array_equal(attention(*single, query_seq_lengths=3), want)
 
 
 @pytest.mark.parametrize("args", [(True,), (True, None), (None, 0.5)], ids=str)

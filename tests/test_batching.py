@@ -73,13 +73,14 @@ def test_fold_examples(query, key, value, kv_dims, repeat, inner):
     assert (folding.kv_dims, folding.repeat, folding.inner) == (kv_dims, repeat, inner)
 
 
-def emulate(query, key, value, scale, *, variant, spec, kv_repeat, kv_inner):
+def emulate(query, key, value, scale, *lengths, variant, spec, kv_repeat, kv_inner):
     del variant
     assert query.ndim == key.ndim == value.ndim == 4
     assert scale.shape == ()
     index = key_batch(query.shape[0], kv_repeat, kv_inner)
     assert key.shape[0] == value.shape[0] == index.max() + 1
-    return reference.attention(query, key[index], value[index], scale, spec=spec)
+    assert all(x is None or x.shape == query.shape[:1] for x in lengths)
+    return reference.attention(query, key[index], value[index], scale, *lengths, spec=spec)
 
 
 DIMS = {
@@ -94,10 +95,18 @@ DIMS = {
     "scale-everywhere": ((3, 2), (3, 1), (1, 2), (3, 2)),
     "scale-of-one": ((1, 2), (1, 2), (1, 2), (1, 1)),
 }
+LENGTHS = {
+    "no-lengths": (False, False),
+    "query-lengths": (True, False),
+    "key-lengths": (False, True),
+    "lengths": (True, True),
+}
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared-lengths"])
+@pytest.mark.parametrize("there", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("dims", DIMS.values(), ids=DIMS.keys())
-def test_kernel_call(dims, monkeypatch):
+def test_kernel_call(dims, there, shared, monkeypatch):
     monkeypatch.setattr(_ffi, "attention_forward", emulate)
     query_dims, key_dims, value_dims, scale_dims = dims
     rng = np.random.default_rng(0)
@@ -113,9 +122,40 @@ def test_kernel_call(dims, monkeypatch):
     spec = AttentionSpec(left=3, right=1)
     variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
     call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec)
-    out, lse = jax.jit(call)(query, key, value, scale)
+    # Of the lengths' dimensions the last may be shared, or all.
+    length_dims = (*query_dims[:-1], 1) if shared and query_dims else query_dims
+    lengths = [
+        jnp.asarray(rng.integers(0, size + 1, length_dims), jnp.int32) if exists else None
+        for size, exists in zip((5, 6), there, strict=True)
+    ]
+    out, lse = jax.jit(call)(query, key, value, scale, *lengths)
 
     key, value = (jnp.broadcast_to(x, (*query_dims, 6, 2, 8)) for x in (key, value))
-    want_out, want_lse = reference.attention(query, key, value, scale, spec=spec)
+    lengths = [x if x is None else jnp.broadcast_to(x, query_dims) for x in lengths]
+    want_out, want_lse = reference.attention(query, key, value, scale, *lengths, spec=spec)
     assert_close(out, want_out, 1e-6, name="out")
     assert_close(lse, want_lse, 1e-6, name="lse")
+
+
+@pytest.mark.parametrize("outer", [3, 4], ids="outer={}".format)
+def test_operands_that_an_outer_vmap_does_not_map(outer, monkeypatch):
+    """Scale and lengths differ along the inner dimension, and know nothing of the outer one.
+
+    They must stay aligned with the inner dimension, also if both are equally long.
+    """
+    monkeypatch.setattr(_ffi, "attention_forward", emulate)
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.standard_normal((outer, 2, 5, 4, 8)), jnp.float32)
+    key, value = jnp.asarray(rng.standard_normal((2, 2, 6, 2, 8)), jnp.float32)
+    scale, lengths = jnp.array([0.3, -0.2, 0.7]), jnp.array([[1, 6], [5, 3], [2, 4]], jnp.int32)
+    spec = AttentionSpec(right=0)
+    variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
+
+    inner = _batching.add_leading_dimension((query[0], key, value, scale, lengths), (None, None, None, 0, 0))
+    query_inner = jnp.broadcast_to(query[:, None], (outer, 3, *query.shape[1:]))
+    mapped = _batching.add_leading_dimension((query_inner, *inner[1:]), (0, None, None, None, None))
+    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec, query_lengths=None)
+    out, _ = jax.jit(lambda q, k, v, x, s: call(q, k, v, x, key_lengths=s))(*mapped)
+    for i, j in np.ndindex(outer, 3):
+        want, _ = reference.attention(query[i], key, value, scale[j], None, lengths[j], spec=spec)
+        assert_close(out[i, j], want, 1e-6, name=f"{i}, {j}")

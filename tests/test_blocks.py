@@ -142,6 +142,32 @@ def test_a_mask_has_only_the_loops_of_its_bounds(
     assert [(loop.right, loop.left) for loop in loops] == masks
 
 
+@given(problems(largest=300), tiles, st.integers(0, 3))
+def test_tiles_beyond_the_queries_visit_one_block(problem: Problem, tile: tuple[int, int], more: int) -> None:
+    """A sequence may be shorter than its array, and have no key or no query: one block, masked whole."""
+    tile_m, tile_n = tile
+    for key_length in (0, problem.key_length):
+        for query_length in (0, problem.query_length):
+            short = dataclasses.replace(problem, query_length=query_length, key_length=key_length)
+            first_row = (-(-query_length // tile_m) + more) * tile_m
+            visited = short.block_range(first_row, tile_m, tile_n)
+            assert visited == blocks.BlockRange(start=0, left_masked=0, right_masked=0, stop=1)
+            loops = visited.loops(has_right=problem.right is not None, has_left=problem.left is not None)
+            assert all(loop.high <= loop.low for loop in loops)
+
+
+@given(problems(largest=300), tiles)
+def test_sequences_without_keys_visit_one_block(problem: Problem, tile: tuple[int, int]) -> None:
+    tile_m, tile_n = tile
+    empty = dataclasses.replace(problem, key_length=0)
+    for first_row in range(0, empty.query_length, tile_m):
+        visited = empty.block_range(first_row, tile_m, tile_n)
+        assert visited == blocks.BlockRange(start=0, left_masked=0, right_masked=0, stop=1)
+        for row in range(first_row, first_row + tile_m):
+            lengths = {"query_length": empty.query_length, "key_length": 0}
+            assert blocks.right_limit(row, right=problem.right, **lengths) <= 0
+
+
 @given(problems(largest=300))
 def test_limits_of_a_row(problem: Problem) -> None:
     lengths = {"query_length": problem.query_length, "key_length": problem.key_length}
@@ -180,11 +206,15 @@ def test_checked_integers_notice_an_overflow() -> None:
 
 @st.composite
 def launched_problems(draw: st.DrawFn) -> Problem:
-    """What the launcher lets through: window ends reach at most all keys or rows."""
-    query_length = draw(st.integers(1, LONGEST_QUERY))
-    key_length = draw(st.integers(1, LONGEST_KEYS))
-    left = draw(st.one_of(st.none(), st.integers(0, key_length), st.just(key_length)))
-    right = draw(st.one_of(st.none(), st.integers(0, query_length), st.just(query_length)))
+    """What the launcher lets through: window ends reach at most all keys or rows of the arrays, and sequences
+    may be shorter than these.
+    """
+    rows = draw(st.integers(1, LONGEST_QUERY))
+    keys = draw(st.integers(1, LONGEST_KEYS))
+    left = draw(st.one_of(st.none(), st.integers(0, keys), st.just(keys)))
+    right = draw(st.one_of(st.none(), st.integers(0, rows), st.just(rows)))
+    query_length = draw(st.just(rows) | st.integers(0, rows))
+    key_length = draw(st.just(keys) | st.integers(0, keys))
     return Problem(query_length, key_length, left, right)
 
 
@@ -193,11 +223,14 @@ def launched_problems(draw: st.DrawFn) -> Problem:
 @example(Problem(LONGEST_QUERY, LONGEST_KEYS, LONGEST_KEYS, LONGEST_QUERY), (128, 160), None)
 @example(Problem(LONGEST_QUERY, 1, 1, LONGEST_QUERY), (128, 160), None)
 @example(Problem(1, LONGEST_KEYS, LONGEST_KEYS, 1), (128, 160), None)
+@example(Problem(0, 0, LONGEST_KEYS, LONGEST_QUERY), (128, 160), None)
+@example(Problem(0, LONGEST_KEYS, LONGEST_KEYS, LONGEST_QUERY), (128, 160), None)
+@example(Problem(LONGEST_QUERY, 0, LONGEST_KEYS, LONGEST_QUERY), (128, 160), None)
 def test_no_32_bit_overflow(problem: Problem, tile: tuple[int, int], data: st.DataObject | None) -> None:
     tile_m, tile_n = tile
     wide = dataclasses.asdict(problem)
     narrow = {name: value if value is None else Int32(value) for name, value in wide.items()}
-    last_tile = (problem.query_length - 1) // tile_m
+    last_tile = (LONGEST_QUERY - 1) // tile_m  # of the array, whatever the sequence's length
     chosen = {0, last_tile} if data is None else {data.draw(st.integers(0, last_tile))}
     for first_row in (index * tile_m for index in sorted(chosen)):
         tile_sizes = {"tile_m": tile_m, "tile_n": tile_n}

@@ -226,6 +226,15 @@ def test_explain_nothing_to_do(gpu):
     assert explain(b=0) == jax_r2p.Explanation("xla", None, "there is nothing to compute")
 
 
+def test_explain_takes_lengths():
+    """They change nothing, but are checked: arrays, structs or lists."""
+    for lengths in (jax.ShapeDtypeStruct((2,), jnp.int32), jnp.zeros(2, jnp.int32), [3, 4]):
+        explanation = explain(is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+        assert explanation == explain(is_causal=True)
+    with pytest.raises(TypeError, match="query_seq_lengths must have dtype int32, got float32"):
+        explain(query_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.float32))
+
+
 def test_explain_takes_arrays_and_computes_nothing():
     query = jnp.zeros((64, 4, 64), jnp.bfloat16)
     assert jax_r2p.explain(query, query, query).variant == "fwd_bf16_d64_none"

@@ -15,7 +15,14 @@ from jax_r2p._manifest import load_manifest
 VARIANTS = {variant.name: variant for variant in load_manifest().variants}
 VARIANT = VARIANTS["fwd_bf16_d64_window"]
 CALL = make_call(
-    VARIANT, (6, 300, 4, 40), (2, 500, 2, 40), window_left=9, window_right=2, kv_repeat=3, kv_inner=2
+    VARIANT,
+    (6, 300, 4, 40),
+    (2, 500, 2, 40),
+    window_left=9,
+    window_right=2,
+    kv_repeat=3,
+    kv_inner=2,
+    lengths=(False, True),
 )
 COMMAND_BUFFER_COMPATIBLE = 1
 
@@ -85,12 +92,12 @@ ERRORS: dict[str, tuple[Call, dict[str, Any], str]] = {
     "int64-window": (
         CALL,
         {"attributes": {"window_left": ["int64", 5]}},
-        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 8[\s\S]*expected S32 but got S64",
+        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 10[\s\S]*expected S32 but got S64",
     ),
     "int32-repeat": (
         CALL,
         {"attributes": {"kv_repeat": ["int32", 3]}},
-        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 10[\s\S]*expected S64 but got S32",
+        r"INVALID_ARGUMENT: [\s\S]*bad operands at: 12[\s\S]*expected S64 but got S32",
     ),
     "missing-attribute": (
         CALL,
@@ -102,7 +109,7 @@ ERRORS: dict[str, tuple[Call, dict[str, Any], str]] = {
         {"attributes": {"causal": ["int32", 1]}},
         "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 6",
     ),
-    "missing-argument": (CALL, {"arguments": 3}, "INVALID_ARGUMENT: Wrong number of arguments: expected 4"),
+    "missing-argument": (CALL, {"arguments": 5}, "INVALID_ARGUMENT: Wrong number of arguments: expected 6"),
     "no-stream": (
         CALL,
         {"stream_fails": True},

@@ -222,7 +222,7 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
         "initialize": "jax_r2p_attention_forward_initialize",
         "execute": "jax_r2p_attention_forward_execute",
     }
-    assert registered == [(("jax_r2p.attention_forward.v1", stages), {"platform": "CUDA"})]
+    assert registered == [((_ffi.TARGET, stages), {"platform": "CUDA"})]
 
 
 def test_what_the_library_is_told(registered, monkeypatch):

@@ -94,6 +94,9 @@ CASES = {
     "inner-keys": ((12, 64, 4, 64), (4, 64, 2, 64), {"kv_repeat": 3, "kv_inner": 4}),
     "middle-keys": ((12, 64, 4, 64), (4, 64, 2, 64), {"kv_repeat": 3, "kv_inner": 2}),
     "long-keys": ((2, 70000, 8, 64), (2, 1048576, 2, 64), {}),
+    "query-lengths": ((3, 300, 4, 64), (3, 500, 2, 64), {"lengths": (True, False)}),
+    "key-lengths": ((3, 300, 4, 64), (3, 500, 2, 64), {"lengths": (False, True)}),
+    "lengths-of-shared-keys": ((6, 64, 4, 64), (2, 64, 2, 64), {"kv_inner": 2, "lengths": (True, True)}),
 }
 
 
@@ -166,6 +169,12 @@ def test_parameters(process: StubProcess, name: str, case: str):
         **{
             array: struct.pack("<Q", getattr(call, array).data)
             for array in ("lse", "query", "key", "value", "scale")
+        },
+        **{
+            name: struct.pack("<Q", getattr(call, name).data if given else 0)
+            for name, given in zip(
+                ("query_lengths", "key_lengths"), fields.get("lengths", (False, False)), strict=True
+            )
         },
         "window_left": struct.pack("<i", min(call.window_left, keys)),
         "window_right": struct.pack("<i", min(call.window_right, rows)),
@@ -393,6 +402,34 @@ REFUSALS = {
     "aligned-lse": (
         VALID.change("lse", data=0x7F0000000002),
         r"lse: expected an address that is a multiple of 4; got 0x7f0000000002",
+    ),
+    "dtype-lengths": (
+        VALID.change("query_lengths", dtype=5, shape=(2,)),
+        r"query_lengths: expected dtype int32; got int64",
+    ),
+    "dtype-no-lengths": (
+        VALID.change("key_lengths", dtype="fp32"),
+        r"key_lengths: expected dtype int32; got float32",
+    ),
+    "rank-lengths": (
+        VALID.change("key_lengths", shape=(2, 1)),
+        r"key_lengths: expected rank 1; got rank 2",
+    ),
+    "shape-lengths": (
+        VALID.change("query_lengths", shape=(3,)),
+        r"query_lengths: expected shape \(2\), the batch of query; got shape \(3\)",
+    ),
+    "lengths-of-the-keys": (  # of which there are fewer than queries
+        shaped((6, 16, 2, 128), (2, 16, 2, 128), lengths=(False, True)).change("key_lengths", shape=(2,)),
+        r"key_lengths: expected shape \(6\), the batch of query; got shape \(2\)",
+    ),
+    "null-lengths": (
+        VALID.change("query_lengths", shape=(2,), data=0),
+        r"query_lengths: expected a device address; got a null pointer",
+    ),
+    "aligned-lengths": (
+        VALID.change("key_lengths", shape=(2,), data=0x7F0000000002),
+        r"key_lengths: expected an address that is a multiple of 4; got 0x7f0000000002",
     ),
     "rows": (
         shaped((1, 2**29 + 1, 1, 8), (1, 16, 1, 8)),

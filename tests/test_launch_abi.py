@@ -29,7 +29,11 @@ def calls_of(variant: Variant) -> dict[str, Call]:
             variant, (3, 1021, 10, head_dim), (3, 333, 5, head_dim), window_left=100, window_right=7
         ),
         "narrow head": make_call(
-            variant, (2, 130, 6, head_dim - 24), (2, 515, 6, head_dim - 24), window_left=0
+            variant,
+            (2, 130, 6, head_dim - 24),
+            (2, 515, 6, head_dim - 24),
+            window_left=0,
+            lengths=(True, False),
         ),
         "shared keys": make_call(
             variant,
@@ -38,6 +42,7 @@ def calls_of(variant: Variant) -> dict[str, Call]:
             kv_repeat=3,
             kv_inner=4,
             window_right=0,
+            lengths=(True, True),
         ),
         # Keys and values of a head fill the L2 budget, so a section is one group of heads.
         "several sections": make_call(variant, (5, 300, 14, head_dim), (5, 80_000, 7, head_dim)),
@@ -57,8 +62,9 @@ def host_call(call: Call, launched: dict[str, Any]) -> HostCall:
     return HostCall(
         query=call.query.shape,
         key=call.key.shape,
-        addresses=tuple(
-            getattr(call, name).data for name in ("query", "key", "value", "out", "lse", "scale")
+        addresses=(
+            *(getattr(call, name).data for name in ("query", "key", "value", "out", "lse", "scale")),
+            *(x.data if x.shape != (0,) else 0 for x in (call.query_lengths, call.key_lengths)),
         ),
         numbers=(
             min(call.window_left, call.key.shape[1]),

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jax_r2p
-from jax_r2p import _dispatch
+from jax_r2p import _dispatch, _ffi
 
-TARGET = "jax_r2p.attention_forward.v1"
+TARGET = _ffi.TARGET
 UNBOUNDED = 1 << 29
 kernel = functools.partial(jax_r2p.attention, implementation="r2p")
 
@@ -25,6 +25,8 @@ def struct(*shape: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 QUERY, KEY = struct(2, 5, 4, 64), struct(2, 7, 2, 64)
 SCALE = struct(dtype="float32")
+LENGTHS = struct(2, dtype="int32")
+NO_LENGTHS = ["0xi32"] * 2
 
 
 def lower(function, *structs, platforms=("cuda",)) -> str:
@@ -65,7 +67,7 @@ def test_names_types_and_attributes():
     """The whole interface to the library: a change here needs a new target name."""
     function = functools.partial(kernel, local_window_size=(3, 1), return_residual=True)
     call = the_call(function, QUERY, KEY, KEY)
-    assert call.operands == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
+    assert call.operands == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32", *NO_LENGTHS]
     assert call.results == ["2x5x4x64xbf16", "2x4x5xf32"]
     assert call.attributes == {
         "variant": '"fwd_bf16_d64_window"',
@@ -76,11 +78,45 @@ def test_names_types_and_attributes():
     }
 
 
+LENGTHS_GIVEN = {
+    "neither": ((), NO_LENGTHS),
+    "query": (("query_seq_lengths",), ["2xi32", "0xi32"]),
+    "key": (("key_value_seq_lengths",), ["0xi32", "2xi32"]),
+    "both": (("query_seq_lengths", "key_value_seq_lengths"), ["2xi32", "2xi32"]),
+}
+
+
+@pytest.mark.parametrize(("names", "operands"), LENGTHS_GIVEN.values(), ids=LENGTHS_GIVEN.keys())
+def test_lengths_are_operands(names, operands):
+    def function(q, k, lengths):
+        return kernel(q, k, k, is_causal=True, **dict.fromkeys(names, lengths))
+
+    call = the_call(function, QUERY, KEY, LENGTHS)
+    assert call.operands[4:] == operands
+    assert call.variant == "fwd_bf16_d64_causal"
+    assert call.attributes["window_right"] == "0 : i32"
+
+
+def test_lengths_of_shared_keys_are_those_of_the_queries():
+    """`vmap` of queries and lengths copies no keys: each sequence has its own length of the same keys."""
+    function = jax.vmap(lambda q, k, s: kernel(q, k, k, key_value_seq_lengths=s), (0, None, 0))
+    call = the_call(function, add(QUERY, 3), KEY, struct(3, 2, dtype="int32"))
+    assert call.operands == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32", "0xi32", "6xi32"]
+    assert (call.attributes["kv_repeat"], call.attributes["kv_inner"]) == ("3 : i64", "2 : i64")
+
+
+def test_lengths_of_single_sequences():
+    function = jax.vmap(lambda q, k, s: kernel(q, k, k, key_value_seq_lengths=s))
+    call = the_call(function, QUERY, KEY, LENGTHS)
+    assert call.operands[4:] == ["0xi32", "2xi32"]
+
+
 def test_layouts_are_row_major():
     text = lower(kernel, QUERY, KEY, KEY)
     (line,) = (line for line in text.splitlines() if TARGET in line)
     rank4 = "dense<[3, 2, 1, 0]> : tensor<4xindex>"
-    assert f"operand_layouts = [{rank4}, {rank4}, {rank4}, dense<> : tensor<0xindex>]" in line
+    rank1, rank0 = "dense<0> : tensor<1xindex>", "dense<> : tensor<0xindex>"
+    assert f"operand_layouts = [{rank4}, {rank4}, {rank4}, {rank0}, {rank1}, {rank1}]" in line
     assert f"result_layouts = [{rank4}, dense<[2, 1, 0]> : tensor<3xindex>]" in line
 
 
@@ -147,7 +183,7 @@ def add(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
 def test_vmap_of_queries_copies_no_keys():
     function = jax.vmap(lambda q, k, v, s: kernel(q, k, v, scale=s), (0, None, None, None))
     call = the_call(function, add(QUERY, 3), KEY, KEY, SCALE)
-    assert call.operands == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
+    assert call.operands[:4] == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
     assert call.attributes["kv_repeat"] == "3 : i64"
     assert call.attributes["kv_inner"] == "2 : i64"
 
@@ -184,7 +220,7 @@ def test_vmap_of_scale_calls_in_a_loop():
     text = lower(function, QUERY, KEY, KEY, add(SCALE, 3))
     (call,) = calls(text)
     assert "stablehlo.while" in text
-    assert call.operands == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
+    assert call.operands[:4] == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
 
 
 def test_gradient_keeps_the_kernel_for_the_result():

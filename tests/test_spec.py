@@ -36,6 +36,14 @@ def test_effective_masks_the_same_elements(left, right, t, s):
     assert visible(spec.effective(t, s), t, s) == visible(spec, t, s)
 
 
+@given(SIDES, SIDES, LENGTHS, LENGTHS, st.data())
+def test_effective_masks_the_same_elements_of_shorter_sequences(left, right, t, s, data):
+    """With lengths, masks are aligned to these, but what may be dropped follows from the arrays' sizes."""
+    spec = AttentionSpec(left=left, right=right)
+    own_t, own_s = (data.draw(st.integers(0, size)) for size in (t, s))
+    assert visible(spec.effective(t, s), own_t, own_s) == visible(spec, own_t, own_s)
+
+
 @given(SIDES, SIDES, st.integers(1, 9), st.integers(1, 9))
 def test_effective_keeps_only_bounds_that_hide_something(left, right, t, s):
     effective = AttentionSpec(left=left, right=right).effective(t, s)

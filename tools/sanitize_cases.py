@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py
 
 Small, since instrumented kernels run a hundred times slower; but with several tiles each way, partial ones,
-grouped heads, skipped blocks and rows that see nothing, so that every barrier and every bound is passed. XLA
-compiles nothing here but the calls themselves.
+grouped heads, skipped blocks, rows that see nothing, and lengths, so that every barrier and every bound is
+passed. XLA compiles nothing here but the calls themselves.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MASKS = {
     "causal": ({"is_causal": True}, None, 0),
     "window": ({"local_window_size": (70, 9)}, 70, 9),
 }
+# Of T and S above: a query tile that is beyond the sequence, and a length inside a block; no key; no query.
+LENGTHS = ((100, 300), (389, 0), (0, 413), (150, 40))
 DTYPES = {
     "bfloat16": 0.02,
     "float16": 0.004,
@@ -53,9 +55,35 @@ def expected(q, k, v, left, right) -> np.ndarray:
     return out
 
 
+def check_lengths(rng: np.random.Generator, h: int, name: str) -> bool:
+    """A batch of sequences with lengths, NaN beyond them; returns whether the results are right."""
+    keywords, left, right = MASKS[name]
+    t, s, n, k = SIZES[0]
+    shapes = ((len(LENGTHS), t, n, h), (len(LENGTHS), s, k, h), (len(LENGTHS), s, k, h))
+    query, key, value = (rng.standard_normal(x, np.float32).astype(jnp.bfloat16) for x in shapes)
+    want = np.zeros(query.shape)
+    for b, (own_t, own_s) in enumerate(LENGTHS):
+        query[b, own_t:] = key[b, own_s:] = value[b, own_s:] = np.nan
+        if own_t and own_s:
+            rows = query[b : b + 1, :own_t], key[b : b + 1, :own_s], value[b : b + 1, :own_s]
+            want[b, :own_t] = expected(*rows, left, right)
+    lengths = np.asarray(LENGTHS, np.int32)
+
+    @jax.jit
+    def f(query, key, value, t, s):
+        lengths = {"query_seq_lengths": t, "key_value_seq_lengths": s}
+        return jax_r2p.attention(query, key, value, **keywords, **lengths, implementation="r2p")
+
+    out = np.asarray(f(*jax.device_put((query, key, value, lengths[:, 0], lengths[:, 1]))), np.float64)
+    error = np.abs(out - want).max()
+    good = bool(error < DTYPES["bfloat16"])
+    print(f"{'ok ' if good else 'BAD'} {name:6s} lengths H={h}: error {error:.1e}", flush=True)
+    return good
+
+
 def main() -> int:
     rng = np.random.default_rng(0)
-    failed = 0
+    failed = sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS)
     for h in (64, 128, 40):
         for dtype, allowed in DTYPES.items():
             for name, (keywords, left, right) in MASKS.items():

@@ -1,9 +1,10 @@
 """Which key blocks a query tile visits, and which of them a mask crosses.
 
 Every function takes plain integers or the compiler's `Int32`, so that tests can check the arithmetic that the
-kernel runs. Key j is visible to query i iff i + offset - left <= j <= i + offset + right and j < key_length,
-with offset = key_length - query_length (the last query is aligned with the last key). `left` or `right` is
-None where the mask has no such bound.
+kernel runs. Key j is visible to query i iff i + offset - left <= j <= i + offset + right, j < key_length and
+i < query_length, with offset = key_length - query_length (the last query is aligned with the last key). The
+lengths are those of one sequence; its arrays may be longer. `left` or `right` is None where the mask has no
+such bound.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ def minimum(a: Index, b: Index) -> Index:
 def maximum(a: Index, b: Index) -> Index:
     """The larger of two indices."""
     return _choose(max, "max", a, b)
+
+
+def select(condition: Any, a: Index, b: Index) -> Index:
+    """`a` if the condition holds, else `b`."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    import cutlass
+
+    return cutlass.select_(condition, a, b)
 
 
 class Loop(NamedTuple):
@@ -82,15 +92,16 @@ def block_range(
     """Blocks visited by the query tile that starts at row `first_row`.
 
     A tile whose rows see no key at all still visits one block, which is masked whole: the kernel then needs
-    no second way to write zeros.
+    no second way to write zeros. For a tile beyond the queries that is block 0.
     """
+    key_length = select(first_row < query_length, key_length, 0)
     offset = key_length - query_length
     last_row = minimum(first_row + tile_m, query_length) - 1
     start: Index = 0
     left_masked: Index = 0
     end = key_length
     if left is not None:
-        start = maximum(first_row + offset - left, 0) // tile_n
+        start = maximum(minimum(first_row, query_length) + offset - left, 0) // tile_n
         left_masked = (maximum(last_row + offset - left, 0) + tile_n - 1) // tile_n
     if right is not None:
         end = minimum(end, maximum(last_row + offset + right + 1, 0))

@@ -60,6 +60,13 @@ class Arrays(NamedTuple):
     scale: Any
 
 
+class Lengths(NamedTuple):
+    """Device addresses of the lengths of the sequences, int32; 0 where all are as long as the arrays."""
+
+    query: Any
+    key: Any
+
+
 class Pipelines(NamedTuple):
     """Shared-memory stages that the producer fills and the consumers empty."""
 
@@ -73,6 +80,7 @@ class Schedule(NamedTuple):
 
     query_shape: Any
     key_shape: Any
+    lengths: Lengths
     window_left: Any
     window_right: Any
     cta_tiles: Any
@@ -85,13 +93,19 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The query rows that a CTA works on, and the sizes of the arrays around them."""
+    """The query rows that a CTA works on, and the sizes of the arrays around them.
+
+    `query_rows` and `key_rows` are the extents of the arrays, `query_length` and `key_length` how much of
+    them the sequence fills: addresses follow from those, masks from these.
+    """
 
     first_row: Any
     batch: Any
     head: Any
     kv_batch: Any
     kv_head: Any
+    query_rows: Any
+    key_rows: Any
     query_length: Any
     key_length: Any
     heads: Any
@@ -128,6 +142,8 @@ class AttentionForward:
         out: cute.Tensor,
         lse: cute.Tensor,
         scale: cute.Tensor,
+        query_lengths: Int64,
+        key_lengths: Int64,
         window_left: Int32,
         window_right: Int32,
         section_heads: Int32,
@@ -140,7 +156,8 @@ class AttentionForward:
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
 
         query, out: (batch, query_length, heads, head_dim); key, value: (kv_batch, key_length, kv_heads,
-        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. Batch b of the
+        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. query_lengths,
+        key_lengths: addresses of an int32 for each batch of the query, or 0: see `Lengths`. Batch b of the
         query uses batch b // kv_outer * kv_inner + b % kv_inner of key and value. section_heads: heads whose
         tiles run next to each other, so that their keys and values stay in L2; a divisor of their number.
         ctas, cta_tiles: see `tile_places`.
@@ -183,6 +200,8 @@ class AttentionForward:
             key.iterator,
             value.iterator,
             scale.iterator,
+            query_lengths,
+            key_lengths,
             window_left,
             window_right,
             cta_tiles,
@@ -214,7 +233,7 @@ class AttentionForward:
         query, out = (array(self.dtype, (batch, query_length, heads, head_dim), 16) for _ in range(2))
         key, value = (array(self.dtype, (kv_batch, key_length, kv_heads, head_dim), 16) for _ in range(2))
         lse, scale = array(Float32, (cute.sym_int(),), 4), array(Float32, (1,), 4)
-        return (query, key, value, out, lse, scale, *[Int32(1)] * 7, make_fake_stream())
+        return (query, key, value, out, lse, scale, *[Int64(0)] * 2, *[Int32(1)] * 7, make_fake_stream())
 
     def _tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
         """Row-major tiles under the 128-byte swizzle, `stages` of them."""
@@ -264,6 +283,8 @@ class AttentionForward:
         key: cute.Pointer,
         value: cute.Pointer,
         scale: cute.Pointer,
+        query_lengths: Int64,
+        key_lengths: Int64,
         window_left: Int32,
         window_right: Int32,
         cta_tiles: Int32,
@@ -322,6 +343,7 @@ class AttentionForward:
         schedule = Schedule(
             query_shape=q_coords.shape,
             key_shape=k_coords.shape,
+            lengths=Lengths(query_lengths, key_lengths),
             window_left=window_left,
             window_right=window_right,
             cta_tiles=cta_tiles,
@@ -362,8 +384,8 @@ class AttentionForward:
         starts the next CTA where one has ended. How many take several follows from the number of CTAs.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        query_length, _, heads, batch = schedule.query_shape
-        total = cute.ceil_div(query_length, self.tile_m) * heads * batch
+        query_rows, _, heads, batch = schedule.query_shape
+        total = cute.ceil_div(query_rows, self.tile_m) * heads * batch
         if self.config.mask == "causal":
             several = (total - ctas) // blocks.maximum(schedule.cta_tiles - 1, 1)
             first = cta + blocks.minimum(cta, several) * (schedule.cta_tiles - 1)
@@ -380,18 +402,20 @@ class AttentionForward:
         section, place_in_section = divmod(place, schedule.section_tiles)
         tile, head_in_section = divmod(place_in_section, schedule.section_heads)
         batch, head = divmod(section * schedule.section_heads.divisor + head_in_section, schedule.heads)
-        query_length, head_dim, heads, _ = schedule.query_shape
-        key_length, _, kv_heads, _ = schedule.key_shape
+        query_rows, head_dim, heads, _ = schedule.query_shape
+        key_rows, _, kv_heads, _ = schedule.key_shape
         if self.config.mask == "causal":
-            tile = cute.ceil_div(query_length, self.tile_m) - 1 - tile
+            tile = cute.ceil_div(query_rows, self.tile_m) - 1 - tile
         work = Tile(
             first_row=tile * self.tile_m,
             batch=batch,
             head=head,
             kv_batch=batch // schedule.kv_outer * schedule.kv_inner.divisor + batch % schedule.kv_inner,
             kv_head=head // schedule.group,
-            query_length=query_length,
-            key_length=key_length,
+            query_rows=query_rows,
+            key_rows=key_rows,
+            query_length=self.sequence_length(schedule.lengths.query, batch, query_rows),
+            key_length=self.sequence_length(schedule.lengths.key, batch, key_rows),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -402,12 +426,25 @@ class AttentionForward:
             work.first_row,
             tile_m=self.tile_m,
             tile_n=self.tile_n,
-            query_length=query_length,
-            key_length=key_length,
+            query_length=work.query_length,
+            key_length=work.key_length,
             left=schedule.window_left if self.has_left else None,
             right=self._right_bound(work),
         )
         return work, visited
+
+    @cute.jit
+    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
+        """How many of the `extent` rows of an array the sequence of a batch fills.
+
+        Producer and consumers have to come to the same blocks, and do: nothing writes the lengths meanwhile.
+        """
+        length = extent
+        if lengths != 0:
+            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
+            length = cute.arch.load(stored + batch, Int32)
+            length = blocks.minimum(blocks.maximum(length, 0), extent)
+        return length
 
     def _right_bound(self, work: Tile) -> Any:
         """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
@@ -735,6 +772,14 @@ class AttentionForward:
                 i = mask.score_index(r, e)
                 acc[i] = acc[i] * row_factor[r]
 
+    def clear_rows_beyond(self, acc: Any, work: Tile, row: Int32) -> None:
+        """Set to 0 what of the thread's two rows of `acc` lies beyond the sequence; it may be NaN."""
+        for r in range(2):
+            beyond = row + 8 * r >= work.query_length
+            for e in range(cute.size(acc) // 2):
+                i = mask.score_index(r, e)
+                acc[i] = cutlass.select_(beyond, Float32(0.0), acc[i])
+
     @cute.jit
     def finish(
         self,
@@ -758,16 +803,18 @@ class AttentionForward:
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
             base = row_base[r]
-            empty = base == -Float32.inf
+            empty = base == -Float32.inf or row + 8 * r >= work.query_length
             inverse[r] = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
             log_sum = cutlass.select_(
                 empty, -Float32.inf, (base + cute.math.log2(total, fastmath=True)) * LN_2
             )
-            if lane % 4 == 0 and row + 8 * r < work.query_length:
+            if lane % 4 == 0 and row + 8 * r < work.query_rows:
                 cute.arch.store(self.lse_of(arrays, work, row + 8 * r), log_sum)
             # A NaN is not below the limit either.
             suspect[r] = not (cute.arch.fmax(base, -base, nan=True) < LARGE_EXPONENT) and not empty
         self.rescale(acc, inverse)
+        if row - lane // 4 + 16 > work.query_length:  # the same for all lanes of a warp
+            self.clear_rows_beyond(acc, work, row)
         for r in cutlass.range_constexpr(2):
             # 0 * x summed over the row is 0 unless some x is infinite or NaN.
             probe = reduce_by_four(
@@ -838,14 +885,14 @@ class AttentionForward:
             key_index = Int32(0)
             if cutlass.const_expr(self.has_left):
                 key_index = blocks.maximum(self.left_limit(work, row), 0)
-            query_row = (Int64(work.batch) * work.query_length + row) * work.heads + work.head
+            query_row = (Int64(work.batch) * work.query_rows + row) * work.heads + work.head
             q = self.load_chunk(arrays.query, query_row * work.head_dim + first, active)
             largest, total = Float32(-Float32.inf), Float32(0.0)
             acc = cute.make_rmem_tensor(chunk, Float32)
             acc.fill(0.0)
             factor = scale * LOG2_E
             while key_index < stop and total == total:
-                key_row = (Int64(work.kv_batch) * work.key_length + key_index) * work.kv_heads + work.kv_head
+                key_row = (Int64(work.kv_batch) * work.key_rows + key_index) * work.kv_heads + work.kv_head
                 k = self.load_chunk(arrays.key, key_row * work.head_dim + first, active)
                 v = self.load_chunk(arrays.value, key_row * work.head_dim + first, active)
                 dot = q[0] * k[0]
@@ -873,8 +920,8 @@ class AttentionForward:
                 cute.arch.store(self.lse_of(arrays, work, row), log_sum)
 
     def lse_of(self, arrays: Arrays, work: Tile, row: Int32) -> Any:
-        """Address of a row's log-sum-exp in the (batch, heads, query_length) array."""
-        return arrays.lse + ((Int64(work.batch) * work.heads + work.head) * work.query_length + row)
+        """Address of a row's log-sum-exp in the (batch, heads, query_rows) array."""
+        return arrays.lse + ((Int64(work.batch) * work.heads + work.head) * work.query_rows + row)
 
     def load_chunk(self, base: Any, offset: Int64, active: Boolean) -> list:
         """This lane's `head_dim / 32` elements of a global row as fp32; 0 beyond the head's width."""

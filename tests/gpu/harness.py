@@ -40,6 +40,8 @@ class Call:
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
     scale: float | None = None
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
     seed: int = 0
 
     def __str__(self) -> str:
@@ -50,6 +52,8 @@ class Call:
         return (
             f"{mask}T={self.t} S={s} B={self.b} N={self.n} K={self.k} H={self.h} {self.dtype}"
             f"{'' if self.scale is None else f' scale={self.scale}'}"
+            f"{'' if self.q_lengths is None else f' t={self.q_lengths}'}"
+            f"{'' if self.kv_lengths is None else f' s={self.kv_lengths}'}"
         )
 
     def problem(self) -> Problem:
@@ -58,6 +62,11 @@ class Call:
 
     def keywords(self) -> dict:
         return {"is_causal": self.is_causal, "local_window_size": self.window, "scale": self.scale}
+
+    def lengths(self) -> dict:
+        """The lengths as arguments of the public function: arrays, so that a program can be given others."""
+        given = {"query_seq_lengths": self.q_lengths, "key_value_seq_lengths": self.kv_lengths}
+        return {name: np.asarray(x, np.int32) for name, x in given.items() if x is not None}
 
 
 def kernel(query, key, value, **keywords):
@@ -109,10 +118,15 @@ def run(calls: Sequence[Call], problems: Sequence[Problem]) -> list[tuple[np.nda
     """All calls in one compiled program over poisoned results: per call out (B, T, N, H) and residual (B, T,
     N).
     """
-    arrays = [jax.device_put((p.query, p.key, p.value)) for p in problems]
+    arrays = [
+        jax.device_put(((p.query, p.key, p.value), call.lengths()))
+        for call, p in zip(calls, problems, strict=True)
+    ]
 
     def program(*arrays):
-        return [kernel(*a, **call.keywords()) for call, a in zip(calls, arrays, strict=True)]
+        return [
+            kernel(*a, **lengths, **call.keywords()) for call, (a, lengths) in zip(calls, arrays, strict=True)
+        ]
 
     return [
         (np.asarray(out), np.swapaxes(np.asarray(residual), -1, -2))
@@ -154,15 +168,18 @@ def check_visible_keys(calls: Sequence[Call]) -> None:
         problems.append(dataclasses.replace(p, query=np.zeros_like(p.query), value=lanes))
     failures = []
     for call, p, (out, residual) in zip(calls, problems, run(calls, problems), strict=True):
-        _, t, s, _, _, h = p.shape
-        seen = numerics.visible(t, s, p.left, p.right)
-        count = seen.sum(axis=1)
-        lane = np.zeros((t, h))
+        b, t, s, _, _, h = p.shape
+        seen = np.zeros((b, t, s), bool)
+        for i in range(b):
+            own_t, own_s = p.lengths(i)
+            seen[i, :own_t, :own_s] = numerics.visible(own_t, own_s, p.left, p.right)
+        count = seen.sum(axis=2)
+        lane = np.zeros((b, t, h))
         for j in range(s):
-            lane[:, j % h] += seen[:, j]
+            lane[:, :, j % h] += seen[:, :, j]
         with np.errstate(divide="ignore"):
-            want_residual = np.log(count)[None, :, None]
-        want = (lane / np.maximum(count, 1)[:, None])[None, :, None, :]
+            want_residual = np.log(count)[..., None]
+        want = (lane / np.maximum(count, 1)[..., None])[:, :, None]
         rounding = float(jnp.finfo(p.value.dtype).eps)  # at most one unit in the last place; 0 must be 0
         want, want_residual = np.broadcast_to(want, out.shape), np.broadcast_to(want_residual, residual.shape)
         try:

@@ -26,12 +26,18 @@ def first_calls():
     return [Call(t=t, n=n, k=k, h=64, is_causal=True) for t in FIRST_LENGTHS for n, k in FIRST_HEADS]
 
 
-def replay_calls():
-    """One of each mask and both compiled head dims, so several kernels share a graph."""
+def replay_calls(seed: int = 0):
+    """Each mask with both compiled head dims, so several kernels share a graph; and each mask with lengths,
+    which differ from seed to seed as the arrays do.
+    """
     from harness import Call
 
     masks = ({}, {"is_causal": True}, {"window": (30, 2)})
-    return [Call(t=150, n=4, k=2, h=h, **mask) for h in (64, 128) for mask in masks]
+    lengths = {"q_lengths": (150 - 7 * seed, 64), "kv_lengths": (7 * seed, 150 - seed)}
+    return [
+        *(Call(t=150, n=4, k=2, h=h, seed=seed, **mask) for h in (64, 128) for mask in masks),
+        *(Call(t=150, b=2, n=4, k=2, h=64, seed=seed, **lengths, **mask) for mask in masks),
+    ]
 
 
 def start(*arguments: str, timeout: float, **environment: str) -> str:
@@ -93,12 +99,15 @@ def _replay(path: str) -> None:
     @jax.jit
     def program(arrays):
         # an elementwise operation before and after, so that a graph holds more than our kernels
-        return [kernel(2 * q, k, v + 1, **c.keywords()) for c, (q, k, v) in zip(calls, arrays, strict=True)]
+        return [
+            kernel(2 * q, k, v + 1, **lengths, **c.keywords())
+            for c, (q, k, v, lengths) in zip(calls, arrays, strict=True)
+        ]
 
     results, keep = [], []
     for seed in range(REPLAYS):
-        problems = [type(c)(**{**c.__dict__, "seed": seed}).problem() for c in calls]
-        arrays = jax.device_put([(p.query, p.key, p.value) for p in problems])
+        own = [(call.problem(), call.lengths()) for call in replay_calls(seed)]
+        arrays = jax.device_put([(p.query, p.key, p.value, lengths) for p, lengths in own])
         if seed % 3:  # some buffers stay alive, so that later runs get other addresses
             keep.append(arrays)
         results += program(arrays)

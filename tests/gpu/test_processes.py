@@ -73,7 +73,7 @@ def test_graphs_see_new_inputs(replays):
     for i in range(len(calls), len(on)):
         assert on[i][0].tobytes() != on[i - len(calls)][0].tobytes()
     for seed in (0, REPLAYS - 1):
-        problems = [type(c)(**{**c.__dict__, "seed": seed}).problem() for c in calls]
+        problems = [call.problem() for call in replay_calls(seed)]
         for p in problems:
             p.query[...] = p.query * 2
             p.value[...] = p.value + np.ones((), p.value.dtype)
