@@ -68,11 +68,13 @@ def _select(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def _cells(variant: Variant) -> tuple[str, ...]:
+    # Of query and key, and of value if that is another.
+    widths = dict.fromkeys((variant.head_dim, variant.value_head_dim))
     return (
         variant.name,
         variant.dtype,
         variant.mask,
-        f"{HEAD_DIM_MULTIPLE}-{variant.head_dim}",
+        "/".join(f"{HEAD_DIM_MULTIPLE}-{width}" for width in widths),
         f"{variant.tile_m} x {variant.tile_n}",
         str(variant.threads),
         str(variant.min_blocks),

@@ -39,7 +39,7 @@ BOX_COLUMNS = (64, 32)
 def box_columns(width: int) -> int:
     """Columns of the TMA boxes of a tile of `width` columns: the widest swizzle that divides them.
 
-    `hopper_helpers.get_smem_layout_atom` and the launcher (`BoxColumns` in ffi/tensor_map.h) choose alike.
+    `hopper_helpers.get_smem_layout_atom` and the launcher (`MapBoxColumns` in ffi/tensor_map.h) choose alike.
     """
     return next(columns for columns in BOX_COLUMNS if width % columns == 0)
 
