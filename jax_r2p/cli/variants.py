@@ -1,6 +1,7 @@
 """List the kernels that are shipped.
 
-Head dims are those that a kernel takes; a call runs in the narrowest kernel that takes its own. Tiles are
+Head dims are those that a kernel takes, of query and key and, if they differ, of value and out; a call runs
+in the narrowest kernel that takes its own. Tiles are
 queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor together. Shared memory is
 bytes of a thread block; registers and spills (in bytes) are of a thread. Needs neither jax nor a GPU.
 
