@@ -86,7 +86,9 @@ Status AddVariantFromC(const R2pVariant* variant) {
   R2P_RETURN_IF_ERROR(
       CheckField(*variant, "cubin_size", static_cast<int64_t>(variant->cubin_size), 1, INT32_MAX, 1));
   R2P_RETURN_IF_ERROR(
-      CheckField(*variant, "head_dim", variant->head_dim, kMapBoxColumns, kMaxHeadDim, kMapBoxColumns));
+      CheckField(*variant, "head_dim", variant->head_dim, kMapNarrowBox, kMaxHeadDim, kMapNarrowBox));
+  R2P_RETURN_IF_ERROR(CheckField(*variant, "value_head_dim", variant->value_head_dim, kMapNarrowBox,
+                                 kMaxHeadDim, kMapNarrowBox));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_m", variant->tile_m, 8, kMapMaxBoxRows, 8));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_n", variant->tile_n, 8, kMapMaxBoxRows, 8));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "threads", variant->threads, kWarp, kMaxThreads, kWarp));
@@ -100,6 +102,7 @@ Status AddVariantFromC(const R2pVariant* variant) {
   copy.cubin.assign(static_cast<const char*>(variant->cubin), variant->cubin_size);
   copy.dtype = variant->dtype;
   copy.head_dim = variant->head_dim;
+  copy.value_head_dim = variant->value_head_dim;
   copy.tile_m = variant->tile_m;
   copy.tile_n = variant->tile_n;
   copy.threads = variant->threads;

@@ -42,19 +42,20 @@ typedef struct R2pParameter {
 
 // One kernel: a row of the manifest with the bytes of its cubin.
 typedef struct R2pVariant {
-  size_t struct_size;     // sizeof(R2pVariant) as the caller knows it; refused when the library knows another
-  const char* name;       // "fwd_bf16_d128_causal"
-  const char* entry;      // symbol of the kernel in the cubin
-  const void* cubin;      // copied
-  size_t cubin_size;      // bytes
-  int32_t dtype;          // R2pDtype of query, key, value and out: R2P_BF16 or R2P_F16
-  int32_t head_dim;       // elements; the widest head the kernel takes
-  int32_t tile_m;         // query rows a thread block handles
-  int32_t tile_n;         // keys in one block of keys
-  int32_t threads;        // threads of a thread block
-  int32_t shared_memory;  // bytes of dynamic shared memory
-  int32_t min_blocks;     // thread blocks that an SM holds together
-  int32_t is_causal;      // 1 if the kernel applies the causal mask, else 0
+  size_t struct_size;              // sizeof(R2pVariant) of the caller; refused if the library has another
+  const char* name;                // "fwd_bf16_d128_causal"
+  const char* entry;               // symbol of the kernel in the cubin
+  const void* cubin;               // copied
+  size_t cubin_size;               // bytes
+  int32_t dtype;                   // R2pDtype of query, key, value and out: R2P_BF16 or R2P_F16
+  int32_t head_dim;                // elements; the widest head of query and key it takes
+  int32_t value_head_dim;          // likewise of value and out
+  int32_t tile_m;                  // query rows a thread block handles
+  int32_t tile_n;                  // keys in one block of keys
+  int32_t threads;                 // threads of a thread block
+  int32_t shared_memory;           // bytes of dynamic shared memory
+  int32_t min_blocks;              // thread blocks that an SM holds together
+  int32_t is_causal;               // 1 if the kernel applies the causal mask, else 0
   const R2pParameter* parameters;  // must equal parameters.def, name by name
   size_t parameter_count;
 } R2pVariant;
@@ -73,11 +74,11 @@ typedef struct R2pLaunch {
   const char* variant;
   R2pTensor query;          // (B, T, N, H)
   R2pTensor key;            // (Bk, S, K, H)
-  R2pTensor value;          // (Bk, S, K, H)
+  R2pTensor value;          // (Bk, S, K, Hv)
   R2pTensor scale;          // float32 scalar in device memory
   R2pTensor query_lengths;  // (B,), int32: rows of each sequence, clamped to 0..T; or (0,): all
   R2pTensor key_lengths;    // (B,), int32: keys of each sequence, clamped to 0..S; or (0,): all
-  R2pTensor out;            // (B, T, N, H)
+  R2pTensor out;            // (B, T, N, Hv)
   R2pTensor lse;            // (B, N, T), float32
   int32_t window_left;      // keys visible before the diagonal, 0..2^29; 2^29 = all
   int32_t window_right;     // keys visible after the diagonal, 0..2^29; 2^29 = all

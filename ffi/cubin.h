@@ -19,6 +19,7 @@ struct Variant {
   std::string cubin;
   int32_t dtype = 0;
   int32_t head_dim = 0;
+  int32_t value_head_dim = 0;
   int32_t tile_m = 0;
   int32_t tile_n = 0;
   int32_t threads = 0;

@@ -167,12 +167,22 @@ Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
   return Status();
 }
 
+Status CheckHeadDim(const Tensor& tensor, int64_t widest, const Variant& variant) {
+  const int64_t head_dim = tensor.dims[3];
+  if (head_dim % kHeadDimMultiple != 0 || head_dim > widest) {
+    return InvalidArgument(tensor.name, ": expected a head dim that is a multiple of ", kHeadDimMultiple,
+                           ", at most ", widest, " for variant '", variant.name, "'; got ", head_dim);
+  }
+  return Status();
+}
+
 // The sizes of a request whose tensors have been checked.
 struct Problem {
   int64_t batch;
   int64_t queries;
   int64_t heads;
   int64_t head_dim;
+  int64_t value_head_dim;
   int64_t kv_batch;
   int64_t keys;
   int64_t kv_heads;
@@ -187,22 +197,22 @@ Status CheckRequest(const LaunchRequest& request, const Variant& variant, Proble
 
   const int64_t* query = request.query.dims;
   const int64_t* key = request.key.dims;
-  *problem = Problem{query[0], query[1], query[2], query[3], key[0], key[1], key[2]};
+  const int64_t value_head_dim = request.value.dims[3];
+  *problem = Problem{query[0], query[1], query[2], query[3], value_head_dim, key[0], key[1], key[2]};
   const Problem& p = *problem;
   const int64_t lse_shape[] = {p.batch, p.heads, p.queries};
   const int64_t key_shape[] = {p.kv_batch, p.keys, p.kv_heads, p.head_dim};
+  const int64_t value_shape[] = {p.kv_batch, p.keys, p.kv_heads, p.value_head_dim};
+  const int64_t out_shape[] = {p.batch, p.queries, p.heads, p.value_head_dim};
   R2P_RETURN_IF_ERROR(CheckShape(request.key, key_shape, "with the head dim of query"));
-  R2P_RETURN_IF_ERROR(CheckShape(request.value, key, "as key"));
-  R2P_RETURN_IF_ERROR(CheckShape(request.out, query, "as query"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.value, value_shape, "as key but for the head dim"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.out, out_shape, "as query with the head dim of value"));
   R2P_RETURN_IF_ERROR(CheckShape(request.lse, lse_shape, "(batch, heads, rows) of query"));
   R2P_RETURN_IF_ERROR(CheckLengths(request.query_lengths, p.batch));
   R2P_RETURN_IF_ERROR(CheckLengths(request.key_lengths, p.batch));
 
-  if (p.head_dim % kHeadDimMultiple != 0 || p.head_dim > variant.head_dim) {
-    return InvalidArgument("query: expected a head dim that is a multiple of ", kHeadDimMultiple,
-                           ", at most ", variant.head_dim, " for variant '", variant.name, "'; got ",
-                           p.head_dim);
-  }
+  R2P_RETURN_IF_ERROR(CheckHeadDim(request.query, variant.head_dim, variant));
+  R2P_RETURN_IF_ERROR(CheckHeadDim(request.value, variant.value_head_dim, variant));
   if (p.heads % p.kv_heads != 0) {
     return InvalidArgument("key: expected a number of heads that divides the ", p.heads,
                            " heads of query; got ", p.kv_heads);
@@ -248,7 +258,7 @@ Status MakeSchedule(const Problem& problem, const Variant& variant, int32_t mult
                     Schedule* schedule) {
   const int64_t group = problem.heads / problem.kv_heads;
   const int64_t groups = problem.batch * problem.kv_heads;
-  const int64_t bytes_per_kv_head = 2 * problem.keys * variant.head_dim * kElementSize;
+  const int64_t bytes_per_kv_head = problem.keys * (variant.head_dim + variant.value_head_dim) * kElementSize;
   int64_t section_groups = std::clamp<int64_t>(kL2Budget / bytes_per_kv_head, 1, kMaxSectionKvHeads);
   section_groups = std::min(section_groups, groups);
   while (groups % section_groups != 0) {
@@ -281,20 +291,23 @@ Dims MakeDims(const Tensor& tensor) {
   return Dims{Narrow(tensor.dims[1]), Narrow(tensor.dims[3]), Narrow(tensor.dims[2]), Narrow(tensor.dims[0])};
 }
 
-Status EncodeMap(const Driver& driver, const Tensor& tensor, int32_t box_rows, CUtensorMap* map) {
+// `tile_columns`: the width of the kernel's tiles of this array.
+Status EncodeMap(const Driver& driver, const Tensor& tensor, int32_t box_rows, int32_t tile_columns,
+                 CUtensorMap* map) {
   const CUtensorMapDataType type =
       tensor.dtype == R2P_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const MapSource source{tensor.name,    tensor.data,    type,          tensor.dims[0],
                          tensor.dims[1], tensor.dims[2], tensor.dims[3]};
-  return EncodeTensorMap(driver, source, box_rows, map);
+  return EncodeTensorMap(driver, source, box_rows, MapBoxColumns(tile_columns), map);
 }
 
 Status Pack(const Driver& driver, const LaunchRequest& request, const Variant& variant,
             const Problem& problem, const Schedule& schedule, Parameters* parameters) {
-  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.query, kWarpgroupRows, &parameters->query_map));
-  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.key, variant.tile_n, &parameters->key_map));
-  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.value, variant.tile_n, &parameters->value_map));
-  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.out, kWarpgroupRows, &parameters->out_map));
+  const int32_t width = variant.head_dim, value_width = variant.value_head_dim;
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.query, kWarpgroupRows, width, &parameters->query_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.key, variant.tile_n, width, &parameters->key_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.value, variant.tile_n, value_width, &parameters->value_map));
+  R2P_RETURN_IF_ERROR(EncodeMap(driver, request.out, kWarpgroupRows, value_width, &parameters->out_map));
   parameters->query_dims = MakeDims(request.query);
   parameters->key_dims = MakeDims(request.key);
   parameters->value_dims = MakeDims(request.value);

@@ -14,7 +14,8 @@ int64_t Product(int64_t a, int64_t b) {
 
 }  // namespace
 
-Status EncodeTensorMap(const Driver& driver, const MapSource& source, int32_t box_rows, CUtensorMap* map) {
+Status EncodeTensorMap(const Driver& driver, const MapSource& source, int32_t box_rows, int32_t box_columns,
+                       CUtensorMap* map) {
   const int64_t head_stride = Product(source.head_dim, kElementSize);
   const int64_t row_stride = Product(source.heads, head_stride);
   const int64_t batch_stride = Product(source.rows, row_stride);
@@ -32,14 +33,17 @@ Status EncodeTensorMap(const Driver& driver, const MapSource& source, int32_t bo
   const cuuint64_t strides[kRank - 1] = {static_cast<cuuint64_t>(row_stride),
                                          static_cast<cuuint64_t>(head_stride),
                                          static_cast<cuuint64_t>(batch_stride)};
-  const cuuint32_t box[kRank] = {kMapBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1,
+                                 1};
+  const CUtensorMapSwizzle swizzle =
+      box_columns == kMapWideBox ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
   R2P_DRIVER_CALL(driver, cuTensorMapEncodeTiled,
                   Text(source.name, " of shape (", source.batch, ", ", source.rows, ", ", source.heads, ", ",
-                       source.head_dim, ") with boxes of ", box_rows, " rows"),
+                       source.head_dim, ") with boxes of ", box_rows, " rows and ", box_columns, " columns"),
                   map, source.type, kRank, source.data, dims, strides, box, element_strides,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return Status();
 }
 

@@ -77,8 +77,12 @@ def check_arrays(query: ArrayOrStruct, key: ArrayOrStruct, value: ArrayOrStruct)
         raise ValueError(f"{head_dim=} of query must be at least 1")
     if key.shape[-1] != head_dim:
         raise ValueError(f"key must have the {head_dim=} of query, got {key.shape[-1]}")
-    if value.shape != key.shape:
-        raise ValueError(f"value must have the shape of key, {key.shape}; got {value.shape}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"value must have the shape of key but for the last dimension, {key.shape}; got {value.shape}"
+        )
+    if value.shape[-1] == 0:
+        raise ValueError(f"the last dimension of value must be at least 1, got shape {value.shape}")
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
             f"the number of heads of query must be a multiple of key's; got {heads=} and {kv_heads=}"

@@ -66,8 +66,9 @@ def attention(
     """Computes softmax(scale * query @ key.T, over the visible keys) @ value for each head.
 
     The scores never leave the chip where a kernel runs: on NVIDIA Hopper GPUs, in bfloat16 and float16, for
-    heads of 8, 16, ... 128 elements. Elsewhere plain XLA computes the same, with all T * S scores in memory;
-    `explain` tells which of them a call gets. Softmax is computed in float32, and `jax_r2p.reference` defines
+    heads of up to 256 elements. Where H or Hv is no multiple of 8, the arrays are copied into wider ones.
+    Elsewhere plain XLA computes the same, with all T * S scores in memory; `explain` tells which of them a
+    call gets. Softmax is computed in float32, and `jax_r2p.reference` defines
     every result.
 
     Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`. Derivatives of any order
@@ -105,7 +106,8 @@ def attention(
         enabled.
       key: (..., S, K, H), same batch dimensions and dtype. N is a multiple of K; query head n uses key head
         n // (N // K).
-      value: Same shape and dtype as `key`.
+      value: (..., S, K, Hv), same batch dimensions and dtype. Hv, the width of the result, may be H or
+        another.
       is_causal: Whether query i sees no key after i + S - T. So the last query is aligned with the last key,
         unlike in `jax.nn.dot_product_attention`, which aligns the first ones.
       local_window_size: (left, right): query i sees only the keys from i + S - T - left to i + S - T + right,
@@ -122,9 +124,9 @@ def attention(
         for each reason; "r2p" for the kernel or an error; "xla" for plain XLA.
 
     Returns:
-      out, with the shape and dtype of `query`. With `return_residual`, (out, residual): the natural logarithm
-      of the sum of the exponentials of a query's visible scores, (..., T, N), float32 (float64 for float64
-      inputs); -inf for a query that sees no key.
+      out, (..., T, N, Hv), with the dtype of `query`. With `return_residual`, (out, residual): the natural
+      logarithm of the sum of the exponentials of a query's visible scores, (..., T, N), float32 (float64 for
+      float64 inputs); -inf for a query that sees no key.
 
     Raises:
       TypeError: An argument has the wrong type or dtype, or a static one is traced.

@@ -36,6 +36,14 @@ def is_empty(query_shape: Sequence[int], key_shape: Sequence[int]) -> bool:
     return 0 in (*query_shape, *key_shape)
 
 
+def padded_head_dim(width: int) -> int:
+    """Returns the columns that a head of `width` elements has in a kernel's arrays.
+
+    Arrays of another width have to be copied, with zeros in the new columns.
+    """
+    return -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
 def choose(
     spec: AttentionSpec,
     query_shape: Sequence[int],
@@ -54,7 +62,7 @@ def choose(
       spec: The visible keys.
       query_shape: (*B, T, N, H).
       key_shape: (*B, S, K, H).
-      value_shape: Like `key_shape`.
+      value_shape: (*B, S, K, Hv).
       dtype: Of all three arrays.
       capability: Compute capability of the GPU.
       variants: What to choose from; None for the kernels of the installed package.
@@ -65,31 +73,47 @@ def choose(
     if variants is None:
         variants = load_manifest().variants
     *batch, queries, heads, head_dim = query_shape
-    keys = key_shape[-3]
+    keys, value_head_dim = key_shape[-3], value_shape[-1]
 
     dtype = np.dtype(dtype)
     if dtype.name not in _KERNEL_DTYPES:
         return f"no kernel takes dtype {dtype.name}; {' and '.join(_KERNEL_DTYPES)} have one"
-    widest = max((variant.head_dim for variant in variants), default=0)
     if any(not isinstance(size, int) for shape in (query_shape, key_shape, value_shape) for size in shape):
         return f"no kernel takes symbolic dimensions, got query {query_shape} and key {key_shape}"
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim > widest:
-        return f"no kernel takes {head_dim=}; multiples of {HEAD_DIM_MULTIPLE} up to {widest} have one"
+    for name, width in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
+        widest = max((getattr(variant, name) for variant in variants), default=0)
+        if width > widest:
+            return f"no kernel takes {name}={width}; heads of up to {widest} elements have one"
     for name, size in (("T", queries), ("S", keys), ("batch size times N", math.prod(batch) * heads)):
         if size > UNBOUNDED:
             return f"no kernel takes {name} = {size}; at most {UNBOUNDED} has one"
-    for name, shape in (("query", query_shape), ("key", key_shape)):
-        if math.prod(shape[-3:]) * dtype.itemsize >= _BATCH_STRIDE_LIMIT:
+    shapes = {
+        "query": query_shape,
+        "key": key_shape,
+        "value": value_shape,
+        "out": (*query_shape[:-1], value_head_dim),
+    }
+    for name, shape in shapes.items():
+        if math.prod((*shape[-3:-1], padded_head_dim(shape[-1]), dtype.itemsize)) >= _BATCH_STRIDE_LIMIT:
             return f"no kernel takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
     if reason := no_kernels(capability):
         return reason
 
     mask = spec.effective(queries, keys).mask_kind
     wanted = (_ARCHS[capability], _KERNEL_DTYPES[dtype.name], mask)
-    fitting = [v for v in variants if (v.arch, v.dtype, v.mask) == wanted and v.head_dim >= head_dim]
+    fitting = [
+        variant
+        for variant in variants
+        if (variant.arch, variant.dtype, variant.mask) == wanted
+        and variant.head_dim >= head_dim
+        and variant.value_head_dim >= value_head_dim
+    ]
     if not fitting:
-        return f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}"
-    variant = min(fitting, key=lambda variant: variant.head_dim)
+        return (
+            f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}, "
+            f"{value_head_dim=}"
+        )
+    variant = min(fitting, key=lambda variant: (variant.head_dim, variant.value_head_dim))
     tiles = math.prod(batch) * heads * -(-queries // variant.tile_m)
     if tiles > UNBOUNDED:
         return f"no kernel takes {tiles} tiles of {variant.tile_m} query rows; at most {UNBOUNDED} has one"

@@ -62,6 +62,7 @@ class _Variant(ctypes.Structure):
         ("cubin_size", ctypes.c_size_t),
         ("dtype", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
+        ("value_head_dim", ctypes.c_int32),
         ("tile_m", ctypes.c_int32),
         ("tile_n", ctypes.c_int32),
         ("threads", ctypes.c_int32),
@@ -91,7 +92,7 @@ def attention_forward(
     Args:
       query: (B, T, N, H), not empty.
       key: (B // kv_repeat, S, K, H).
-      value: Like `key`.
+      value: (B // kv_repeat, S, K, Hv).
       scale: float32 scalar.
       query_lengths: (B,), int32: the queries that are there. None for T.
       key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
@@ -101,7 +102,7 @@ def attention_forward(
       kv_inner: See `Folding.inner`.
 
     Returns:
-      out, like `query`, and lse, (B, N, T), float32.
+      out, (B, T, N, Hv), and lse, (B, N, T), float32.
 
     Raises:
       InstallationError: The library cannot be used.
@@ -109,7 +110,7 @@ def attention_forward(
     register()
     batch, queries, heads, _ = query.shape
     results = (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads, queries), np.float32),
     )
     # A call has a fixed number of operands: an empty array stands for lengths that there are not.
@@ -240,6 +241,7 @@ def _to_c(variant: Variant, cubin: bytes) -> _Variant:
         cubin_size=len(cubin),
         dtype=_DTYPE_CODES[variant.dtype],
         head_dim=variant.head_dim,
+        value_head_dim=variant.value_head_dim,
         tile_m=variant.tile_m,
         tile_n=variant.tile_n,
         threads=variant.threads,

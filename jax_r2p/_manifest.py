@@ -61,7 +61,8 @@ class Variant:
       entry: Symbol of the kernel in the file.
       arch: What it was compiled for, "sm_90a".
       dtype: Of query, key, value and out: "bf16" or "fp16".
-      head_dim: Columns of a tile; heads of 8 to `head_dim` elements run in it.
+      head_dim: Columns of a query or key tile; heads of 8 to `head_dim` elements run in it.
+      value_head_dim: Columns of a value or out tile, likewise.
       mask: The masks it can apply, besides the end of the keys.
       tile_m: Query rows of a thread block.
       tile_n: Keys of one block of keys.
@@ -81,6 +82,7 @@ class Variant:
     arch: str
     dtype: Literal["bf16", "fp16"]
     head_dim: int
+    value_head_dim: int
     mask: Literal["none", "causal", "window"]
     tile_m: int
     tile_n: int

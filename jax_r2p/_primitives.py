@@ -1,7 +1,7 @@
 """The primitive `jax_r2p_attention`: its types, its rules, and what it is lowered to.
 
-    query (*B, T, N, H), key and value (*B, S, K, H), scale (), and up to two lengths of sequences (*B)
-      ->  out (*B, T, N, H), lse (*B, N, T)
+    query (*B, T, N, H), key (*B, S, K, H), value (*B, S, K, Hv), scale (), and up to two lengths of
+    sequences (*B)  ->  out (*B, T, N, Hv), lse (*B, N, T)
 
 Its parameter `lengths` says which lengths are among the operands: those of the queries, those of the keys.
 `_batching` says which batch dimensions operands may have instead. What the results are is written in
@@ -50,7 +50,7 @@ def bind_attention(
     Args:
       query: (*B, T, N, H).
       key: (*B, S, K, H), same dtype; batch dimensions may be 1 instead.
-      value: Like `key`.
+      value: (*B, S, K, Hv), likewise.
       scale: () or any shape that `_batching` allows; dtype `reference.compute_dtype(query.dtype)`.
       query_lengths: (*B) or any shape that `_batching` allows, int32; None for T.
       key_lengths: Likewise; None for S.
@@ -100,18 +100,23 @@ def _manual_axes(aval: Any) -> frozenset[Any]:
 
 
 # Types. Results are derived from the query's type, which carries its sharding on explicit meshes and its
-# manual axes.
+# manual axes; the columns of out from the value's.
 
 
 def _abstract_eval(
     query: Any, key: Any, value: Any, scale: Any, *given: Any, lengths: _Lengths, **params: Any
 ) -> list[Any]:
-    del key, value, params
+    del key, params
     if [x.dtype for x in given] != [np.int32] * sum(lengths):
         raise TypeError(f"expected {sum(lengths)} int32 arrays of lengths, got {given}")
     batch = range(query.ndim - 3)
     rows, heads = query.ndim - 3, query.ndim - 2
-    out = query.update(weak_type=False)
+    spec = PartitionSpec(*query.sharding.spec[:-1], value.sharding.spec[-1])
+    out = query.update(
+        shape=(*query.shape[:-1], value.shape[-1]),
+        weak_type=False,
+        sharding=query.sharding.update(spec=spec),
+    )
     lse = _permute(query, (*batch, heads, rows), scale.dtype)
     return [out, lse]
 
@@ -268,7 +273,9 @@ def _call_kernel(
         if size > 1:
             return _map(call, axis, size, query, key, value, scale, *lengths)
 
-    keys = key.shape[-3]
+    keys, value_head_dim = key.shape[-3], value.shape[-1]
+    # Zeros add nothing to a score, and in value they become columns of out that are cut off again.
+    query, key, value = map(_pad_heads, (query, key, value))
     folding = _batching.fold(batch, key.shape[:-3], value.shape[:-3])
     key, value = (
         _batching.flatten_batch(jnp.broadcast_to(x, (*folding.kv_dims, *x.shape[-3:])), 3)
@@ -285,7 +292,16 @@ def _call_kernel(
         kv_repeat=folding.repeat,
         kv_inner=folding.inner,
     )
-    return out.reshape(query.shape), lse.reshape(*batch, heads, queries)
+    out = out.reshape(*batch, queries, heads, value.shape[-1])[..., :value_head_dim]
+    return out, lse.reshape(*batch, heads, queries)
+
+
+def _pad_heads(x: Array) -> Array:
+    """Returns `x` with the columns that a kernel needs; `x` itself where it has them."""
+    missing = _dispatch.padded_head_dim(x.shape[-1]) - x.shape[-1]
+    if not missing:
+        return x
+    return lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, missing, 0)])
 
 
 def _map(call: _Attention, axis: int, size: int, *operands: Array | None) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
 """What a caller asked for: which keys a query may see.
 
 Letters used in the whole package: B batch, T query length, S key length, N query heads, K key and value
-heads, G = N // K query heads of one key head, H elements of a head.
+heads, G = N // K query heads of one key head, H elements of a query or key head, Hv of a value or out head.
 """
 
 from __future__ import annotations

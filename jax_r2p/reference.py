@@ -4,7 +4,7 @@ For each query i of a row of T queries and S keys, with the visible keys of `Att
 
     score[j] = scale * sum_h query[i, h] * key[j, h]      for every visible key j
     lse      = log(sum_j exp(score[j]))                   natural logarithm
-    out      = sum_j exp(score[j] - lse) * value[j]
+    out      = sum_j exp(score[j] - lse) * value[j]      as wide as value
 
 Query head n uses key and value head n // (N // K).
 
@@ -72,7 +72,7 @@ def attention(
       query: (*B, T, N, H), floating point.
       key: (*B, S, K, H), same dtype; N is a multiple of K. Each batch dimension may also be 1 and is then
         shared.
-      value: Same shape and dtype as `key`, though other batch dimensions may be 1.
+      value: (*B, S, K, Hv), same dtype; likewise, though other batch dimensions than those of `key` may be 1.
       scale: Factor of the scores, of any sign; a scalar, or an array that broadcasts against the batch
         dimensions *B.
       query_lengths: Queries that are there; integers, a scalar or an array that broadcasts against *B. None
@@ -82,7 +82,7 @@ def attention(
       spec: The visible keys.
 
     Returns:
-      out, like `query`, and lse, (*B, N, T), float32 or float64.
+      out, (*B, T, N, Hv), of the dtype of `query`, and lse, (*B, N, T), float32 or float64.
     """
     dtype = compute_dtype(query.dtype)
     *batch, queries, heads, head_dim = query.shape
@@ -117,7 +117,8 @@ def attention(
     out = _weighted_values(weights, value.astype(dtype), first, end)
     out = out / jnp.moveaxis(divisor, -1, -3)[..., None]
     lse = jnp.where(empty, -jnp.inf, shift[..., 0] + jnp.log(divisor))
-    return out.reshape(query.shape).astype(query.dtype), lse.reshape(*batch, heads, queries)
+    out = out.reshape(*batch, queries, heads, value.shape[-1]).astype(query.dtype)
+    return out, lse.reshape(*batch, heads, queries)
 
 
 def _sequence_lengths(lengths: Array | None, extent: int, batch: Sequence[int]) -> Array | int:
@@ -173,7 +174,7 @@ def _scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 @jax.custom_jvp
 def _weighted_values(weights: Array, value: Array, first: Array, end: Array) -> Array:
-    """Weights (..., K, G, T, S) times value (..., S, K, H) -> (..., T, K, G, H)."""
+    """Weights (..., K, G, T, S) times value (..., S, K, Hv) -> (..., T, K, G, Hv)."""
     product = _product(weights, _finite(value))
     return product + _visible_infinities(value, first, end)[..., None, :]
 
@@ -192,7 +193,7 @@ def _product(weights: Array, value: Array) -> Array:
 
 
 def _visible_infinities(value: Array, first: Array, end: Array) -> Array:
-    """Returns (..., T, K, H): the sum of the NaN and infinite values that each query sees, else 0."""
+    """Returns (..., T, K, Hv): the sum of the NaN and infinite values that each query sees, else 0."""
     # Visible keys are consecutive, so they are counted as the difference of two prefix sums.
     nan = jnp.isnan(value)
     flags = jnp.concatenate([nan | (value == jnp.inf), nan | (value == -jnp.inf)], axis=-1)

@@ -12,7 +12,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """query (B, T, N, H), key and value (B, S, K, H), and a mask; `window` is `local_window_size`."""
+    """query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), and a mask: `window` is `local_window_size`.
+
+    Hv None is H.
+    """
 
     id: str
     B: int = 2
@@ -21,6 +24,7 @@ class Case:
     N: int = 4
     K: int = 2
     H: int = 16
+    Hv: int | None = None
     causal: bool = False
     window: tuple[int, int] | None = None
     dtype: str = "float32"
@@ -34,7 +38,8 @@ class Case:
     def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of query, key and value."""
         query, key = (self.B, self.T, self.N, self.H), (self.B, self.S, self.K, self.H)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for shape in (query, key, key))
+        value = (*key[:-1], self.H if self.Hv is None else self.Hv)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for shape in (query, key, value))
 
     def arrays(self, seed: int = 0) -> tuple[jax.Array, ...]:
         """Standard normal query, key and value; equal seeds, equal arrays."""
@@ -65,6 +70,9 @@ CASES = (
     Case(id="window-all", T=11, S=7, window=(200, 200)),
     # Head dims that are no power of two, and the 16-bit types.
     Case(id="head-dim-24", T=9, S=9, H=24, causal=True),
+    # Values wider and narrower than keys, and odd widths.
+    Case(id="wide-values", T=9, S=7, H=8, Hv=20, causal=True),
+    Case(id="narrow-values", T=9, S=11, H=24, Hv=5, window=(4, 2)),
     Case(id="bf16", T=33, S=40, H=24, causal=True, dtype="bfloat16"),
     Case(id="fp16", T=33, S=40, H=24, window=(7, 2), dtype="float16"),
 )

@@ -28,8 +28,9 @@ class HostCall:
     """Arguments of `AttentionForward.__call__`.
 
     Attributes:
-      query: Shape of query and out, (B, T, N, H).
-      key: Shape of key and value, (Bk, S, K, H).
+      query: Shape of query, (B, T, N, H).
+      key: Shape of key, (Bk, S, K, H).
+      value_width: Last dimension of value and out, Hv; the others are those of key and query.
       addresses: Of query, key, value, out, lse, scale, and the lengths of queries and keys, in this order.
       numbers: window_left, window_right, section_heads, kv_outer, kv_inner, ctas and cta_tiles, in this
         order.
@@ -38,6 +39,7 @@ class HostCall:
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
+    value_width: int
     addresses: tuple[int, int, int, int, int, int, int, int]
     numbers: tuple[int, int, int, int, int, int, int]
     stream: int
@@ -148,8 +150,8 @@ def _launch(library: ctypes.CDLL, call: HostCall, parameter_sizes: Sequence[int]
     arguments = [
         array4(query, call.query),
         array4(key, call.key),
-        array4(value, call.key),
-        array4(out, call.query),
+        array4(value, (*call.key[:-1], call.value_width)),
+        array4(out, (*call.query[:-1], call.value_width)),
         _Array1(lse, (ctypes.c_int32 * 1)(batch * heads * length)),
         ctypes.c_void_p(scale),
         *map(ctypes.c_int64, lengths),

@@ -73,6 +73,7 @@ def make_call(
     variant: Variant,
     query: tuple[int, int, int, int],
     key: tuple[int, int, int, int] | None = None,
+    value_width: int | None = None,
     *,
     lengths: tuple[bool, bool] = (False, False),
     **fields: Any,
@@ -81,18 +82,20 @@ def make_call(
 
     Args:
       variant: A row of the manifest.
-      query: Shape of query and out, (B, T, N, H).
-      key: Shape of key and value, (Bk, S, K, H); None: like query.
+      query: Shape of query and, but for the width, out, (B, T, N, H).
+      key: Shape of key and, but for the width, value, (Bk, S, K, H); None: like query.
+      value_width: Of value and out, Hv; None: H.
       lengths: Whether there are lengths of queries and of keys; where not, the array is empty.
       **fields: Of Call. kv_repeat defaults to B // Bk.
     """
     key = key or query
-    batch, rows, heads, _ = query
+    batch, rows, heads, width = query
+    value_width = width if value_width is None else value_width
     shapes = {
         "query": query,
         "key": key,
-        "value": key,
-        "out": query,
+        "value": (*key[:-1], value_width),
+        "out": (*query[:-1], value_width),
         "scale": (),
         "lse": (batch, heads, rows),
         "query_lengths": (batch if lengths[0] else 0,),
@@ -203,6 +206,7 @@ class StubProcess:
             "file": str(package_file(FOLDER, variant.file)),
             "dtype": DTYPES[variant.dtype],
             "head_dim": variant.head_dim,
+            "value_head_dim": variant.value_head_dim,
             "tile_m": variant.tile_m,
             "tile_n": variant.tile_n,
             "threads": variant.threads,
@@ -245,9 +249,9 @@ def pack(
 
     Args:
       variant: A row of the manifest.
-      query: Shape of query and out, (B, T, N, H).
-      key: Shape of key and value, (Bk, S, K, H); None: like query.
-      **fields: Of Call: windows, kv_repeat, kv_inner, or whole arrays.
+      query: Shape of query, (B, T, N, H); see `make_call`.
+      key: Shape of key, (Bk, S, K, H); None: like query.
+      **fields: Of `make_call` and Call: value_width, windows, kv_repeat, kv_inner, or whole arrays.
 
     Returns:
       grid and block: three integers each. shared_memory: bytes. parameters: the bytes of each parameter by
@@ -383,6 +387,7 @@ class _Worker:
                 for field in (
                     "dtype",
                     "head_dim",
+                    "value_head_dim",
                     "tile_m",
                     "tile_n",
                     "threads",

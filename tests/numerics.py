@@ -1,6 +1,6 @@
 """What a result is compared with, and how close it has to be: the one place for both.
 
-Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim.
+Letters: B batch, T queries, S keys, N query heads, K key/value heads, H and Hv elements of a key and a value.
 
 `Problem` is one attention call written down as plain arrays and numbers. `expected` computes what it should
 give straight from the definition (an explicit boolean mask, float32, full matmul precision), and once more
@@ -35,16 +35,17 @@ RESIDUAL_ABSOLUTE, RESIDUAL_RELATIVE = 1e-4, 2e-6
 5,000 shows.
 """
 
-_HEAD_DIM = 128
+_HEAD_DIMS = (128, 256)
 _LENGTHS = (32, 288, 800, 1152, 2304, 4608, 16_512, 33_024)
 _ELEMENTS = 8_000_000  # scores in one padded call: bounds the memory of the comparison at some 100 MB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call: query (B, T, N, H), key, value (B, S, K, H); query i sees keys i+S-T-left to i+S-T+right.
+    """One call: query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv).
 
-    With `q_lengths` or `kv_lengths` (B), those stand for T and S: nothing beyond them is there.
+    Query i sees keys i+S-T-left to i+S-T+right. With `q_lengths` or `kv_lengths` (B), those stand for T and
+    S: nothing beyond them is there.
     """
 
     query: np.ndarray
@@ -70,13 +71,18 @@ class Problem:
         own_s = s if self.kv_lengths is None else min(max(self.kv_lengths[b], 0), s)
         return own_t, own_s
 
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """(B, T, N, Hv)."""
+        return (*self.query.shape[:3], self.value.shape[-1])
+
     def softmax_scale(self) -> float:
         return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else float(self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """out (B, T, N, H) and residual (B, T, N) in float32, and `low`: out of the same maths in the input
+    """out (B, T, N, Hv) and residual (B, T, N) in float32, and `low`: out of the same maths in the input
     dtype.
     """
 
@@ -110,6 +116,7 @@ def random_problem(
     n: int = 2,
     k: int = 1,
     h: int = 64,
+    hv: int | None = None,
     dtype: str = "bfloat16",
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
@@ -119,8 +126,9 @@ def random_problem(
 ) -> Problem:
     """Standard normal inputs, drawn in numpy, rounded to `dtype`; equal seeds and sizes, equal inputs."""
     s = t if s is None else s
+    hv = h if hv is None else hv
     rng = np.random.default_rng([seed, t, s, b, n, k, h])
-    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, h)}
+    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, hv)}
     arrays = {
         x: rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for x, shape in shapes.items()
     }
@@ -203,6 +211,11 @@ def _padded_length(length: int) -> int:
     )
 
 
+def _padded_width(p: Problem) -> int:
+    """Columns that hold both a key and a value."""
+    return next(width for width in _HEAD_DIMS if max(p.key.shape[-1], p.value.shape[-1]) <= width)
+
+
 @dataclasses.dataclass
 class _Head:
     problem: int
@@ -220,29 +233,29 @@ def expected(problems: Sequence[Problem], *, low: bool = True) -> list[Expected]
     """
     results = [
         Expected(
-            np.zeros(p.query.shape, np.float32),
+            np.zeros(p.out_shape, np.float32),
             np.full(p.query.shape[:3], -np.inf, np.float32),
-            np.full(p.query.shape, 0 if low else np.nan, np.float32),
+            np.full(p.out_shape, 0 if low else np.nan, np.float32),
         )
         for p in problems
     ]
-    groups: dict[tuple[int, int, str], list[_Head]] = {}
+    groups: dict[tuple[int, int, int, str], list[_Head]] = {}
     for index, p in enumerate(problems):
         b, t, s, n, _, _ = p.shape
         if t and s:
-            group = (_padded_length(t), _padded_length(s), p.query.dtype.name)
+            group = (_padded_length(t), _padded_length(s), _padded_width(p), p.query.dtype.name)
             groups.setdefault(group, []).extend(_Head(index, x, y) for x in range(b) for y in range(n))
-    for (lq, lk, _), heads in groups.items():
+    for (lq, lk, width, _), heads in groups.items():
         step = max(1, min(64 if len(heads) > 4 else 4, _ELEMENTS // (lq * lk)))
         for start in range(0, len(heads), step):
-            _compare_chunk(problems, results, heads[start : start + step], step, lq, lk, low)
+            _compare_chunk(problems, results, heads[start : start + step], step, lq, lk, width, low)
     return results
 
 
-def _compare_chunk(problems, results, heads, step, lq, lk, low) -> None:
+def _compare_chunk(problems, results, heads, step, lq, lk, width, low) -> None:
     dtype = problems[heads[0].problem].query.dtype
-    query = np.zeros((step, lq, _HEAD_DIM), dtype)
-    key, value = np.zeros((2, step, lk, _HEAD_DIM), dtype)
+    query = np.zeros((step, lq, width), dtype)
+    key, value = np.zeros((2, step, lk, width), dtype)
     sizes, scale = np.zeros((step, 4), np.int32), np.zeros(step, np.float32)
     for m, head in enumerate(heads):
         p = problems[head.problem]
@@ -250,7 +263,7 @@ def _compare_chunk(problems, results, heads, step, lq, lk, low) -> None:
         t, s = p.lengths(head.b)
         query[m, :t, :h] = p.query[head.b, :t, head.n]
         key[m, :s, :h] = p.key[head.b, :s, head.n // (n // k)]
-        value[m, :s, :h] = p.value[head.b, :s, head.n // (n // k)]
+        value[m, :s, : p.out_shape[-1]] = p.value[head.b, :s, head.n // (n // k)]
         sizes[m] = t, s, *(UNBOUNDED if x is None else x for x in (p.left, p.right))
         scale[m] = p.softmax_scale()
     finite = bool(all(np.isfinite(x.astype(np.float32)).all() for x in (query, key, value)))
@@ -262,11 +275,11 @@ def _compare_chunk(problems, results, heads, step, lq, lk, low) -> None:
         )
     for m, head in enumerate(heads):
         result = results[head.problem]
-        _, t, n, h = result.out.shape
-        result.out[head.b, :, head.n] = out[m, :t, :h]
+        _, t, n, hv = result.out.shape
+        result.out[head.b, :, head.n] = out[m, :t, :hv]
         result.residual[head.b, :, head.n] = residual[m, :t]
         if low:
-            result.low[head.b, :, head.n] = lower[m, :t, :h]
+            result.low[head.b, :, head.n] = lower[m, :t, :hv]
 
 
 def assert_close(actual, expected, allowed, *, name: str) -> None:
@@ -303,7 +316,7 @@ def allowed_error(expected: Expected) -> float:
 
 
 def check(out, residual, expected: Expected, *, name: str) -> None:
-    """Compare an output (B, T, N, H) and, unless None, a residual (B, T, N) with what was expected."""
+    """Compare an output (B, T, N, Hv) and, unless None, a residual (B, T, N) with what was expected."""
     assert_close(out, expected.out, allowed_error(expected), name=f"{name}: out")
     if residual is not None:
         with np.errstate(invalid="ignore"):

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from jax_r2p.aot import __main__ as command_line
 from jax_r2p.aot import checks, elf, output, parameters
 from jax_r2p.aot.compile import BuildError, CompiledVariant, compile_variants
 from jax_r2p.aot.variants import VARIANTS, VariantRow
-from jax_r2p.kernels.config import ForwardConfig
+from jax_r2p.kernels.config import ForwardConfig, box_columns
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs the kernel compiler: pip install jax_r2p[aot]"
@@ -118,7 +119,7 @@ def test_check_and_repair_of_one_variant(built: pathlib.Path, tmp_path: pathlib.
     repaired = run(*arguments, cwd=tmp_path)
     assert (repaired.returncode, repaired.stderr) == (0, "")
     assert repaired.stdout.splitlines()[0].startswith(f"{NAME}: ")
-    assert "wrote 1 of 12 variants to cubins" in repaired.stdout
+    assert f"wrote 1 of {len(VARIANTS)} variants to cubins" in repaired.stdout
     others = {file for file in before if file not in (cubin.name, FILE_NAME)}
     assert {file: before[file] for file in others} == {file: contents(built)[file] for file in others}
     rows = {variant.name: variant for variant in parse_manifest((built / FILE_NAME).read_text()).variants}
@@ -235,6 +236,12 @@ def test_unreadable_manifest(built: pathlib.Path, tmp_path: pathlib.Path) -> Non
         output.write(built, [installed(NAME)], keep_others=True)
 
 
+def test_full_build_replaces_a_manifest_of_another_version(built: pathlib.Path) -> None:
+    (built / FILE_NAME).write_text("{}")
+    output.write(built, [installed(NAME)], keep_others=False)
+    assert [variant.name for variant in parse_manifest((built / FILE_NAME).read_text()).variants] == [NAME]
+
+
 def test_differences(built: pathlib.Path) -> None:
     everything = [installed(name) for name in VARIANTS]
     first, second, third = everything[:3]
@@ -255,6 +262,57 @@ def test_differences(built: pathlib.Path) -> None:
     assert output.differences(built, [second], whole=False) == [
         f"{second.variant.name}: not in {built / FILE_NAME}"
     ]
+
+
+# Choices of a kernel ---------------------------------------------------------------------------------------
+
+
+def config_of(**changes: Any) -> ForwardConfig:
+    """The dense d256 kernel, whose out tile takes the place of the query, with some choices changed."""
+    return dataclasses.replace(VARIANTS["fwd_bf16_d256_none"].config, **changes)
+
+
+def test_value_is_as_wide_as_key_by_default() -> None:
+    fields = {field: value for field, value in vars(config_of()).items() if field != "value_head_dim"}
+    assert ForwardConfig(**fields) == config_of()
+    assert config_of().name == "fwd_bf16_d256_none"
+    other = config_of(value_head_dim=32, out_in_query=False, tile_n=16)
+    assert other.name == "fwd_bf16_d256v32_none"
+
+
+def test_shared_memory_is_that_of_each_width() -> None:
+    """Barriers; 128 rows of query and of out; two stages of 16 keys and values."""
+    own = config_of(tile_n=16, head_dim=192, value_head_dim=96, out_in_query=False)
+    assert own.shared_memory == 1024 + 2 * (128 * 192 + 128 * 96 + 2 * 16 * (192 + 96))
+    shared = config_of(tile_n=16)
+    assert shared.shared_memory == 1024 + 2 * (128 * 256 + 2 * 16 * 512)
+    separate = config_of(tile_n=16, out_in_query=False)
+    assert separate.shared_memory == shared.shared_memory + 2 * 128 * 256
+
+
+def test_boxes_are_the_widest_that_divide_a_tile() -> None:
+    assert {width: box_columns(width) for width in (32, 64, 96, 128, 160, 192, 256)} == {
+        **dict.fromkeys((64, 128, 192, 256), 64),
+        **dict.fromkeys((32, 96, 160), 32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 80}, r"head_dim=80 must be a multiple of 32 in 32\.\.256"),
+        ({"head_dim": 288}, r"head_dim=288 must be a multiple of 32 in 32\.\.256"),
+        ({"value_head_dim": 0}, r"value_head_dim=0 must be a multiple of 32 in 32\.\.256"),
+        ({"value_head_dim": 128}, "out_in_query needs .* got .* head_dim=256, value_head_dim=128"),
+        ({"query_in_registers": True}, "out_in_query needs .* got query_in_registers=True"),
+        ({"tile_n": 96}, "tiles need 263168 bytes of shared memory, 232448 are left to each of 1 CTAs"),
+        ({"consumer_registers": 248}, "setmaxnreg asks for 520 registers .* the CTA's pool holds 504"),
+    ],
+    ids=str,
+)
+def test_impossible_choices(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(**changes)
 
 
 # Rules -----------------------------------------------------------------------------------------------------

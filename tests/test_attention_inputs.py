@@ -47,10 +47,14 @@ FUNCTIONS = pytest.mark.parametrize(
         ({"key": struct(1, 7, 2, 8)}, r"key must have the batch dimensions of query, \(2,\); got \(1,\)"),
         (
             {"value": struct(2, 6, 2, 8)},
-            r"value must have the shape of key, \(2, 7, 2, 8\); got \(2, 6, 2, 8\)",
+            r"value must have the shape of key but for the last .*, \(2, 7, 2, 8\); got \(2, 6, 2, 8\)",
         ),
-        ({"value": struct(2, 7, 2, 16)}, r"value must have the shape of key, .*; got \(2, 7, 2, 16\)"),
+        ({"value": struct(2, 7, 1, 16)}, r"value must have the shape of key .*; got \(2, 7, 1, 16\)"),
         ({"value": struct(7, 2, 8)}, r"value must have the shape of key"),
+        (
+            {"value": struct(2, 7, 2, 0)},
+            r"last dimension of value must be at least 1, got shape \(2, 7, 2, 0\)",
+        ),
         ({"key": struct(2, 7, 2, 16)}, r"key must have the head_dim=8 of query, got 16"),
         ({"query": struct(2, 5, 4, 0), "key": struct(2, 7, 2, 0)}, r"head_dim=0 of query must be at least 1"),
         ({"key": struct(2, 7, 3, 8)}, r"must be a multiple of key's; got heads=4 and kv_heads=3"),

@@ -226,7 +226,7 @@ def test_show(tmp_path):
     lines = [re.split(" {2,}", line.strip()) for line in done.stdout.splitlines()]
     r2p = [line for line in lines if line[0].startswith("R2P")]
     assert len(r2p) == 12
-    assert all(re.fullmatch(r"R2P PR, R\d+(\.B1)?, 0x7f", line[0]) for line in r2p)
+    assert all(re.fullmatch(r"R2P PR, R\d+(\.reuse)?(\.B1)?, 0x7f", line[0]) for line in r2p)
     scores = "0:8=32 0:9=33 0:10=40 0:11=41 0:12=48 0:13=49 0:14=56"
     assert ["word 0: bits 8-14 -> P0-P6", scores] in [line[1:] for line in r2p]
     assert sum("makes word 1: ones between the two bounds" in line for line in lines) == 2
@@ -379,8 +379,8 @@ def test_no_place_for_the_cache(tmp_path, place):
     ("arguments", "message"),
     [
         (
-            ("--variant", "fwd_bf16_d96_none"),
-            f"jax-r2p audit: error: --variant must be one of {', '.join(VARIANTS)}, got fwd_bf16_d96_none\n",
+            ("--variant", "fwd_bf16_d80_none"),
+            f"jax-r2p audit: error: --variant must be one of {', '.join(VARIANTS)}, got fwd_bf16_d80_none\n",
         ),
         (("--all", "--variant", SMALL), "argument --variant: not allowed with argument --all"),
         (("--show", "--check"), "argument --check: not allowed with argument --show"),

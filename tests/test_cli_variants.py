@@ -19,13 +19,19 @@ def to_json(variant):
     return json.loads(json.dumps(dataclasses.asdict(variant)))
 
 
+def widths(variant):
+    if variant.value_head_dim == variant.head_dim:
+        return f"8-{variant.head_dim}"
+    return f"8-{variant.head_dim}/8-{variant.value_head_dim}"
+
+
 def test_table_has_every_kernel(tmp_path):
     done = run_command("variants", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     for v in VARIANTS:
         assert rows[v.name] == [
-            *(v.name, v.dtype, v.mask, f"8-{v.head_dim}", str(v.tile_m), "x", str(v.tile_n), str(v.threads)),
+            *(v.name, v.dtype, v.mask, widths(v), str(v.tile_m), "x", str(v.tile_n), str(v.threads)),
             *(str(v.min_blocks), str(v.shared_memory), str(v.registers), str(v.spills), str(v.size)),
             v.sha256[:12],
         ]
@@ -74,8 +80,8 @@ def test_no_manifest(tmp_path):
         (("variant",), "argument COMMAND: invalid choice: 'variant'"),
         (("variants", "--all"), "unrecognized arguments: --all"),
         (
-            ("variants", VARIANTS[0].name, "fwd_bf16_d96_none", "x"),
-            f"variants: error: no kernel is called fwd_bf16_d96_none, x; there are {VARIANTS[0].name}, ",
+            ("variants", VARIANTS[0].name, "fwd_bf16_d80_none", "x"),
+            f"variants: error: no kernel is called fwd_bf16_d80_none, x; there are {VARIANTS[0].name}, ",
         ),
         (("doctor", "--jsn"), "unrecognized arguments: --jsn"),
         (("doctor", "gpu"), "unrecognized arguments: gpu"),

@@ -18,19 +18,56 @@ NONE, CAUSAL, WINDOW = AttentionSpec(), AttentionSpec(right=0), AttentionSpec(le
 
 
 def chosen(
-    spec=NONE, *, t=64, s=64, n=4, k=2, h=64, batch=(2,), dtype="bfloat16", capability=HOPPER, **keywords
+    spec=NONE,
+    *,
+    t=64,
+    s=64,
+    n=4,
+    k=2,
+    h=64,
+    hv=None,
+    batch=(2,),
+    dtype="bfloat16",
+    capability=HOPPER,
+    **keywords,
 ):
-    query, key = (*batch, t, n, h), (*batch, s, k, h)
-    choice = choose(spec, query, key, key, jnp.dtype(dtype), capability, **keywords)
+    """`hv`: the width of value; None for `h`."""
+    query, key, value = (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+    choice = choose(spec, query, key, value, jnp.dtype(dtype), capability, **keywords)
     return choice.name if isinstance(choice, Variant) else choice
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
-@pytest.mark.parametrize(("h", "width"), [(8, 64), (40, 64), (64, 64), (72, 128), (120, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("h", "hv", "widths"),
+    [
+        *[(h, h, "64") for h in (8, 40, 64)],
+        *[(h, h, "96") for h in (65, 72, 96)],
+        *[(h, h, "128") for h in (104, 120, 128)],
+        *[(h, h, "192") for h in (136, 192)],
+        *[(h, h, "256") for h in (200, 249, 256)],
+        # Both have to fit, and of those that do the narrowest query decides first.
+        (192, 128, "192v128"),
+        (136, 8, "192v128"),
+        (129, 127, "192v128"),
+        (192, 136, "192"),
+        (200, 128, "256"),
+        (128, 64, "128"),
+        (64, 128, "128"),
+        (8, 65, "96"),
+        (128, 129, "192"),
+        (192, 200, "256"),
+        (1, 256, "256"),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
-def test_the_narrowest_kernel_that_fits(dtype, short, h, width, mask):
+def test_the_narrowest_kernel_that_fits(dtype, short, h, hv, widths, mask):
     spec = {"none": NONE, "causal": CAUSAL, "window": WINDOW}[mask]
-    assert chosen(spec, h=h, dtype=dtype) == f"fwd_{short}_d{width}_{mask}"
+    assert chosen(spec, h=h, hv=hv, dtype=dtype) == f"fwd_{short}_d{widths}_{mask}"
+
+
+def test_a_width_that_has_to_be_padded():
+    assert [_dispatch.padded_head_dim(width) for width in (1, 8, 9, 12, 249, 256)] == [8, 8, 16, 16, 256, 256]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +91,9 @@ def test_bounds_that_hide_nothing_cost_nothing(spec, lengths, mask):
     [
         ({"dtype": "float32"}, "no kernel takes dtype float32; bfloat16 and float16 have one"),
         ({"dtype": "float64"}, "no kernel takes dtype float64; bfloat16 and float16 have one"),
-        ({"h": 12}, "no kernel takes head_dim=12; multiples of 8 up to 128 have one"),
-        ({"h": 136}, "no kernel takes head_dim=136; multiples of 8 up to 128 have one"),
-        ({"h": 256}, "no kernel takes head_dim=256; multiples of 8 up to 128 have one"),
+        ({"h": 257}, "no kernel takes head_dim=257; heads of up to 256 elements have one"),
+        ({"h": 512}, "no kernel takes head_dim=512; heads of up to 256 elements have one"),
+        ({"hv": 264}, "no kernel takes value_head_dim=264; heads of up to 256 elements have one"),
         ({"t": UNBOUNDED + 1}, f"no kernel takes T = {UNBOUNDED + 1}; at most {UNBOUNDED} has one"),
         ({"s": UNBOUNDED + 1}, f"no kernel takes S = {UNBOUNDED + 1}; at most {UNBOUNDED} has one"),
         (
@@ -66,6 +103,17 @@ def test_bounds_that_hide_nothing_cost_nothing(spec, lengths, mask):
         (
             {"t": 1 << 29, "n": 16},
             f"no kernel takes query of shape (2, {1 << 29}, 16, 64); "
+            "less than 2^40 bytes in a batch entry has one",
+        ),
+        # Of the width that is padded to, and of the result, too.
+        (
+            {"t": 1 << 25, "n": 64, "h": 249},
+            f"no kernel takes query of shape (2, {1 << 25}, 64, 249); "
+            "less than 2^40 bytes in a batch entry has one",
+        ),
+        (
+            {"t": 1 << 25, "n": 64, "h": 8, "hv": 256},
+            f"no kernel takes out of shape (2, {1 << 25}, 64, 256); "
             "less than 2^40 bytes in a batch entry has one",
         ),
         (
@@ -101,7 +149,7 @@ def test_partial_build():
     variants = [v for v in load_manifest().variants if v.mask == "causal"]
     assert chosen(CAUSAL, variants=variants) == "fwd_bf16_d64_causal"
     assert chosen(NONE, variants=variants) == (
-        "this build has no kernel for sm_90a, bfloat16, mask 'none', head_dim=64"
+        "this build has no kernel for sm_90a, bfloat16, mask 'none', head_dim=64, value_head_dim=64"
     )
     assert chosen(variants=[]).startswith("no kernel takes head_dim=64")
 
@@ -157,9 +205,12 @@ def test_warning_that_is_an_error_stays_one():
 # explain
 
 
-def explain(h=64, dtype="bfloat16", b=2, **keywords):
-    query, key = (jax.ShapeDtypeStruct((b, 64, n, h), jnp.dtype(dtype)) for n in (4, 2))
-    return jax_r2p.explain(query, key, key, **keywords)
+def explain(h=64, dtype="bfloat16", b=2, hv=None, **keywords):
+    query, key, value = (
+        jax.ShapeDtypeStruct((b, 64, n, width), jnp.dtype(dtype))
+        for n, width in ((4, h), (2, h), (2, h if hv is None else hv))
+    )
+    return jax_r2p.explain(query, key, value, **keywords)
 
 
 @pytest.fixture
@@ -180,6 +231,11 @@ def test_explain_on_hopper(gpu):
     assert str(explanation) == "Runs kernel fwd_bf16_d64_causal."
     assert explain(implementation="r2p").implementation == "r2p"
     assert explain(local_window_size=7, h=128, dtype="float16").variant == "fwd_fp16_d128_window"
+    assert explain(h=192, hv=128).variant == "fwd_bf16_d192v128_none"
+    assert explain(h=100).implementation == "r2p"  # by padding
+    assert explain(h=512) == jax_r2p.Explanation(
+        "xla", None, "no kernel takes head_dim=512; heads of up to 256 elements have one"
+    )
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids="{0[0]}.{0[1]}".format)

@@ -88,6 +88,8 @@ CASES = {
     "grouped": ((3, 1000, 28, 64), (3, 700, 4, 64), {}),
     "multi-query": ((2, 130, 7, 64), (2, 130, 1, 64), {}),
     "narrow-head": ((2, 300, 4, 40), (2, 300, 2, 40), {}),
+    "narrow-values": ((2, 300, 4, 64), (2, 300, 2, 64), {"value_width": 24}),
+    "wide-values": ((2, 300, 4, 8), (2, 300, 2, 8), {"value_width": 64}),
     "windowed": ((2, 300, 4, 64), (2, 500, 2, 64), {"window_left": 100, "window_right": 0}),
     "one-sided": ((2, 300, 4, 64), (2, 500, 2, 64), {"window_left": UNBOUNDED, "window_right": 7}),
     "repeated-keys": ((12, 64, 4, 64), (4, 64, 2, 64), {"kv_repeat": 3, "kv_inner": 1}),
@@ -133,8 +135,15 @@ def test_maps(process: StubProcess, name: str, case: str):
     query, key, fields = CASES[case]
     call = make_call(variant, query, key, **fields)
     maps = process.pack(variant, call)["maps"]
-    boxes = {"query": 64, "key": variant.tile_n, "value": variant.tile_n, "out": 64}
-    for array, rows_in_box in boxes.items():
+    width, value_width = variant.head_dim, variant.value_head_dim
+    tiles = {
+        "query": (64, width),
+        "key": (variant.tile_n, width),
+        "value": (variant.tile_n, value_width),
+        "out": (64, value_width),
+    }
+    for array, (rows_in_box, columns) in tiles.items():
+        wide = columns % 64 == 0
         batch, rows, heads, head_dim = getattr(call, array).shape
         assert maps[array] == {
             "type": {"bf16": 9, "fp16": 6}[variant.dtype],
@@ -142,10 +151,10 @@ def test_maps(process: StubProcess, name: str, case: str):
             "address": getattr(call, array).data,
             "dims": [head_dim, rows, heads, batch],
             "strides": [heads * head_dim * 2, head_dim * 2, rows * heads * head_dim * 2],
-            "box": [64, rows_in_box, 1, 1],
+            "box": [64 if wide else 32, rows_in_box, 1, 1],
             "element_strides": [1, 1, 1, 1],
             "interleave": 0,
-            "swizzle": 3,  # 128 bytes
+            "swizzle": 3 if wide else 2,  # 128 or 64 bytes, the width of a box
             "promotion": 2,  # 128 bytes
             "fill": 0,  # zeros
             "aligned": True,
@@ -164,8 +173,8 @@ def test_parameters(process: StubProcess, name: str, case: str):
     expected = {
         "query_dims": struct.pack("<4i", rows, head_dim, heads, batch),
         "key_dims": struct.pack("<4i", keys, head_dim, kv_heads, kv_batch),
-        "value_dims": struct.pack("<4i", keys, head_dim, kv_heads, kv_batch),
-        "out_dims": struct.pack("<4i", rows, head_dim, heads, batch),
+        "value_dims": struct.pack("<4i", keys, call.value.shape[-1], kv_heads, kv_batch),
+        "out_dims": struct.pack("<4i", rows, call.value.shape[-1], heads, batch),
         **{
             array: struct.pack("<Q", getattr(call, array).data)
             for array in ("lse", "query", "key", "value", "scale")
@@ -269,6 +278,15 @@ def test_sections(process: StubProcess, query: Any, key: Any, section_heads: int
     assert number(parameters["section_heads_size"]) == section_heads
 
 
+@pytest.mark.parametrize(("keys", "section_heads"), [(26214, 1), (13107, 2), (13108, 1), (6553, 4)])
+def test_sections_count_keys_and_values(process: StubProcess, keys: int, section_heads: int):
+    """192 and 128 columns: 640 bytes a key, so 26214 of them fill the 16 MiB of a section."""
+    variant = VARIANTS["fwd_bf16_d192v128_none"]
+    call = make_call(variant, (1, 64, 4, 192), (1, keys, 4, 192), 128)
+    parameters = process.pack(variant, call)["parameters"]
+    assert number(parameters["section_heads_size"]) == section_heads
+
+
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
@@ -290,14 +308,14 @@ def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: 
 VALID = make_call(BF16_D128, (2, 256, 8, 128), (2, 512, 2, 128))
 
 
-def shaped(query: tuple[int, ...], key: tuple[int, ...], **fields: Any) -> Call:
+def shaped(query: tuple[int, ...], key: tuple[int, ...] | None = None, **fields: Any) -> Call:
     return make_call(BF16_D128, query, key, **fields)  # type: ignore[arg-type]
 
 
 REFUSALS = {
     "variant-unknown": (
         dataclasses.replace(VALID, variant="fwd_fp8"),
-        r"NOT_FOUND: variant: expected one of 'fwd_bf16_d128_causal', .*'fwd_fp16_d64_window'; got 'fwd_fp8'",
+        r"NOT_FOUND: variant: expected one of 'fwd_bf16_d128_causal', .*'fwd_fp16_d96_window'; got 'fwd_fp8'",
     ),
     "dtype-query": (
         VALID.change("query", dtype="fp16"),
@@ -332,11 +350,18 @@ REFUSALS = {
     ),
     "shape-value": (
         VALID.change("value", shape=(2, 511, 2, 128)),
-        r"value: expected shape \(2, 512, 2, 128\), as key; got shape \(2, 511, 2, 128\)",
+        r"value: expected shape \(2, 512, 2, 128\), as key but for the head dim; got shape "
+        r"\(2, 511, 2, 128\)",
     ),
     "shape-out": (
         VALID.change("out", shape=(2, 255, 8, 128)),
-        r"out: expected shape \(2, 256, 8, 128\), as query; got shape \(2, 255, 8, 128\)",
+        r"out: expected shape \(2, 256, 8, 128\), as query with the head dim of value; got shape "
+        r"\(2, 255, 8, 128\)",
+    ),
+    "head-dim-out": (
+        VALID.change("value", shape=(2, 512, 2, 64)),
+        r"out: expected shape \(2, 256, 8, 64\), as query with the head dim of value; got shape "
+        r"\(2, 256, 8, 128\)",
     ),
     "shape-lse": (
         VALID.change("lse", shape=(2, 256, 8)),
@@ -350,6 +375,15 @@ REFUSALS = {
     "head-dim-wide": (
         shaped((2, 16, 2, 136), (2, 16, 2, 136)),
         r"query: expected a head dim that is a multiple of 8, at most 128 .*; got 136",
+    ),
+    "value-head-dim-odd": (
+        shaped((2, 16, 2, 128), value_width=12),
+        r"value: expected a head dim that is a multiple of 8, at most 128 for variant "
+        r"'fwd_bf16_d128_causal'; got 12",
+    ),
+    "value-head-dim-wide": (
+        shaped((2, 16, 2, 128), value_width=192),
+        r"value: expected a head dim that is a multiple of 8, at most 128 .*; got 192",
     ),
     "heads": (
         shaped((2, 16, 8, 128), (2, 16, 3, 128)),
@@ -513,7 +547,11 @@ def test_another_versions_structs_are_refused(fresh: StubProcess):
 
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": 11}, r"dtype: expected 16 \(bfloat16\) or 10 \(float16\); got 11"),
-    "head-dim": ({"head_dim": 96}, r"head_dim: expected a multiple of 64 in 64\.\.256; got 96"),
+    "head-dim": ({"head_dim": 80}, r"head_dim: expected a multiple of 32 in 32\.\.256; got 80"),
+    "value-head-dim": (
+        {"value_head_dim": 288},
+        r"value_head_dim: expected a multiple of 32 in 32\.\.256; got 288",
+    ),
     "tile-m": ({"tile_m": 0}, r"tile_m: expected a multiple of 8 in 8\.\.256; got 0"),
     "tile-n": ({"tile_n": 264}, r"tile_n: expected a multiple of 8 in 8\.\.256; got 264"),
     "threads": ({"threads": 100}, r"threads: expected a multiple of 32 in 32\.\.1024; got 100"),
@@ -707,16 +745,16 @@ FAILURES = {
         "cuTensorMapEncodeTiled",
         1,
     ): r"cuTensorMapEncodeTiled failed for query of shape \(2, 256, 8, 128\) with "
-    "boxes of 64 rows",
+    "boxes of 64 rows and 64 columns",
     ("cuTensorMapEncodeTiled", 2): r"cuTensorMapEncodeTiled failed for key of shape \(2, 512, 2, 128\) with "
-    f"boxes of {BF16_D128.tile_n} rows",
+    f"boxes of {BF16_D128.tile_n} rows and 64 columns",
     (
         "cuTensorMapEncodeTiled",
         3,
     ): r"cuTensorMapEncodeTiled failed for value of shape \(2, 512, 2, 128\) with "
-    f"boxes of {BF16_D128.tile_n} rows",
+    f"boxes of {BF16_D128.tile_n} rows and 64 columns",
     ("cuTensorMapEncodeTiled", 4): r"cuTensorMapEncodeTiled failed for out of shape \(2, 256, 8, 128\) with "
-    "boxes of 64 rows",
+    "boxes of 64 rows and 64 columns",
     ("cuCtxGetDevice", 1): "cuCtxGetDevice failed for the stream's context",
     ("cuDeviceGetAttribute", 1): "cuDeviceGetAttribute failed for the number of multiprocessors",
     ("cuLaunchKernelEx", 1): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with 32 blocks of "
@@ -864,10 +902,10 @@ def test_describe_launch_wants_one_launch(process: StubProcess):
 
 
 def test_every_variant_is_covered():
-    assert {(v.dtype, v.head_dim, v.mask) for v in VARIANTS.values()} == {
-        (dtype, head_dim, mask)
+    assert {(v.dtype, v.head_dim, v.value_head_dim, v.mask) for v in VARIANTS.values()} == {
+        (dtype, *widths, mask)
         for dtype in ("bf16", "fp16")
-        for head_dim in (64, 128)
+        for widths in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
         for mask in ("none", "causal", "window")
     }
     assert all(isinstance(variant, Variant) for variant in VARIANTS.values())

@@ -149,7 +149,9 @@ def test_masks(mask, lengths, variant, left, right):
     [
         ("bfloat16", 8, "bf16_d64"),
         ("float16", 64, "fp16_d64"),
-        ("bfloat16", 72, "bf16_d128"),
+        ("bfloat16", 72, "bf16_d96"),
+        ("float16", 104, "fp16_d128"),
+        ("bfloat16", 256, "bf16_d256"),
         ("float16", 128, "fp16_d128"),
     ],
 )
@@ -158,6 +160,38 @@ def test_head_dims_and_dtypes(dtype, h, variant):
     call = the_call(kernel, query, key, key)
     assert call.variant == f"fwd_{variant}_none"
     assert call.operands[0] == f"2x5x4x{h}x{'bf16' if dtype == 'bfloat16' else 'f16'}"
+
+
+@pytest.mark.parametrize(
+    ("h", "hv", "variant"), [(192, 128, "d192v128"), (64, 256, "d256"), (64, 8, "d64"), (136, 192, "d192")]
+)
+def test_value_of_another_width(h, hv, variant):
+    call = the_call(kernel, struct(2, 5, 4, h), struct(2, 7, 2, h), struct(2, 7, 2, hv))
+    assert call.variant == f"fwd_bf16_{variant}_none"
+    assert call.operands[1:3] == [f"2x7x2x{h}xbf16", f"2x7x2x{hv}xbf16"]
+    assert call.results == [f"2x5x4x{hv}xbf16", "2x4x5xf32"]
+
+
+@pytest.mark.parametrize(
+    ("h", "hv", "pads", "slices"), [(64, 64, 0, 0), (12, 12, 3, 1), (12, 16, 2, 0), (16, 12, 1, 1)]
+)
+def test_odd_widths_are_padded(h, hv, pads, slices):
+    """Each array only if it has to be, and the result is cut to the width of value."""
+    text = lower(kernel, struct(2, 5, 4, h), struct(2, 7, 2, h), struct(2, 7, 2, hv))
+    (call,) = calls(text)
+    wide = h + -h % 8
+    assert call.operands[:2] == [f"2x5x4x{wide}xbf16", f"2x7x2x{wide}xbf16"]
+    assert call.results[0] == f"2x5x4x{hv + -hv % 8}xbf16"
+    assert text.count("stablehlo.pad") == pads
+    assert text.count("stablehlo.slice") == slices
+    assert f"-> (tensor<2x5x4x{hv}xbf16>" in text
+
+
+def test_default_scale_is_that_of_the_width_before_padding():
+    text = lower(kernel, *[struct(2, 5, 4, 12)] * 3)
+    assert np.float32(re.search(r"stablehlo.constant dense<(0\.2\d+)> : tensor<f32>", text)[1]) == np.float32(
+        12**-0.5
+    )
 
 
 def test_scale_is_an_operand():
@@ -306,8 +340,7 @@ def self_attention(x, **keywords):
             struct(2, 5, 4, 64, dtype="float32"),
             "no kernel takes dtype float32; bfloat16 and float16 have one",
         ),
-        (struct(2, 5, 4, 12), "no kernel takes head_dim=12; multiples of 8 up to 128 have one"),
-        (struct(2, 5, 4, 256), "no kernel takes head_dim=256; multiples of 8 up to 128 have one"),
+        (struct(2, 5, 4, 512), "no kernel takes head_dim=512; heads of up to 256 elements have one"),
     ],
 )
 def test_falls_back_with_one_warning(x, reason):

@@ -69,9 +69,12 @@ def test_tensor_maps_are_aligned(variant: Variant) -> None:
 
 def test_row_is_the_config(variant: Variant) -> None:
     config = VARIANTS[variant.name].config
-    for field in ("dtype", "head_dim", "mask", "tile_m", "tile_n", "threads", "shared_memory", "min_blocks"):
+    for field in ("dtype", "head_dim", "value_head_dim", "mask", "tile_m", "tile_n", "threads"):
         assert getattr(variant, field) == getattr(config, field), field
-    assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}_{variant.mask}"
+    for field in ("shared_memory", "min_blocks"):
+        assert getattr(variant, field) == getattr(config, field), field
+    value = "" if variant.value_head_dim == variant.head_dim else f"v{variant.value_head_dim}"
+    assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}"
     assert variant.file == f"{variant.name}.cubin"
     assert variant.name in variant.entry
 

@@ -30,7 +30,7 @@ def test_bytes_signs_and_single_bits() -> None:
             "LOP3.LUT P1, RZ, R2.reuse, 0x80, RZ, 0xc0, !PT",
             "FSEL R37, R37, -INF , P1",
             "SHF.L.U32 R2, R4, R3, RZ",  # the same register, another word
-            "R2P PR, R2.B1, 0x7",
+            "R2P PR, R2.reuse.B1, 0x7",
             "FSEL R26, R26, -INF , P1",
             "ISETP.GT.AND P0, PT, R2, -0x1, PT",
             "FSEL R39, R39, -INF , !P0",

@@ -20,15 +20,16 @@ PROBLEMS = {
     "causal": random_problem(1, t=9, s=6, n=3, k=1, h=16, is_causal=True),
     "window": random_problem(2, t=8, s=8, n=2, k=2, h=8, window=(2, 1)),
     "window_empty_rows": random_problem(3, t=12, s=4, n=1, k=1, h=8, window=(1, 0), dtype="float16"),
+    "other_values": random_problem(5, t=4, s=6, h=8, hv=200, is_causal=True),
     "scale": random_problem(4, t=4, s=4, h=8, scale=-0.7, dtype="float16"),
 }
 
 
 def _one_by_one(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Attention in float64, an element at a time."""
-    b, t, s, n, k, h = p.shape
+    b, t, s, n, k, _ = p.shape
     q, key, v = (x.astype(np.float64) for x in (p.query, p.key, p.value))
-    out, residual = np.zeros((b, t, n, h)), np.full((b, t, n), -np.inf)
+    out, residual = np.zeros(p.out_shape), np.full((b, t, n), -np.inf)
     for x in range(b):
         for head in range(n):
             kv = head // (n // k)

@@ -19,11 +19,14 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jax_r2p
+from jax_r2p import _dispatch, _ffi, _primitives, reference
+from jax_r2p._spec import AttentionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::jax_r2p.FallbackWarning")
 
 CASE = Case(id="", B=2, T=5, S=7, N=4, K=2, H=8, window=(3, 1))
 EMPTY_ROWS = Case(id="", B=2, T=7, S=4, N=4, K=2, H=8, causal=True)  # the first three queries see nothing
+OTHER_VALUES = CASE.replace(Hv=12)
 SCALE = jnp.float32(0.4)
 V = 3
 
@@ -96,6 +99,12 @@ def test_types_without_running():
     assert (out.dtype, residual.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+def test_types_where_values_have_another_width():
+    structs = [*OTHER_VALUES.structs, jax.ShapeDtypeStruct((), jnp.float32)]
+    out, residual = jax.eval_shape(attend, *structs)
+    assert (out.shape, residual.shape) == ((2, 5, 4, 12), (2, 5, 4))
+
+
 def test_one_primitive_in_the_jaxpr():
     jaxpr = jax.make_jaxpr(lambda *a: jax_r2p.attention(*a, is_causal=True))(*CASE.structs).jaxpr
     (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jax_r2p_attention")
@@ -163,6 +172,15 @@ def test_vmap(axes):
     assert_equal(jax.jit(jax.vmap(attend, axes))(*args), loop(axes, args))
 
 
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, None, 0, 0)], ids=named)
+def test_vmap_where_values_have_another_width(axes):
+    stacked = operands(OTHER_VALUES, count=V)
+    args = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
+    assert_equal(jax.jit(jax.vmap(attend, axes))(*args), loop(axes, args))
+    got = jax.jit(jax.vmap(jax.grad(loss, ALL), axes))(*args)
+    assert_equal(got, loop(axes, args, jax.jit(jax.grad(direct_loss, ALL))), 1e-5)
+
+
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0)], ids=named)
 def test_vmap_of_the_gradient(axes):
     args = [x if axis == 0 else x[0] for x, axis in zip(operands(count=V), axes, strict=True)]
@@ -224,7 +242,9 @@ def test_vmap_of_queries_copies_no_keys():
 # Differentiation
 
 
-@pytest.mark.parametrize("case", [CASE, EMPTY_ROWS], ids=["window", "empty-rows"])
+@pytest.mark.parametrize(
+    "case", [CASE, EMPTY_ROWS, OTHER_VALUES], ids=["window", "empty-rows", "other-values"]
+)
 def test_gradients(case):
     args = operands(case)
     got = jax.jit(jax.value_and_grad(functools.partial(loss, case=case), ALL))(*args)
@@ -301,6 +321,28 @@ def test_jvp_along_one_operand():
     results, tangents = jax.jvp(lambda v: attend(query, key, v, scale), (value,), (jnp.ones_like(value),))
     assert_equal(results, compiled(query, key, value, scale))
     assert_equal(tangents, (compiled(query, key, jnp.ones_like(value), scale)[0], jnp.zeros((2, 5, 4))))
+
+
+# Widths that no kernel has
+
+
+@pytest.mark.parametrize(("h", "hv"), [(8, 8), (5, 5), (12, 8), (8, 3), (9, 17)])
+def test_padding_changes_nothing(monkeypatch, h, hv):
+    """With the definition in the kernel's place: one call, and one for each scale."""
+    spec = AttentionSpec(left=3, right=1)
+    calls = []
+
+    def in_its_place(query, key, value, scale, *, variant, spec, kv_repeat, kv_inner):
+        calls.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        assert (kv_repeat, kv_inner) == (1, 1)
+        return reference.attention(query, key, value, scale, spec=spec)
+
+    monkeypatch.setattr(_ffi, "attention_forward", in_its_place)
+    query, key, value = CASE.replace(H=h, Hv=hv).arrays()
+    call = functools.partial(_primitives._call_kernel, query, key, value, variant=None, spec=spec)
+    for scale in (SCALE, jnp.array([0.4, -0.3], jnp.float32)):
+        assert_equal(call(scale), reference.attention(query, key, value, scale, spec=spec))
+    assert set(calls) == {tuple(map(_dispatch.padded_head_dim, (h, h, hv)))}
 
 
 # Control flow and rematerialisation
@@ -489,6 +531,17 @@ def test_explicit_mesh():
         gradient = jax.jit(jax.grad(loss, ALL))(*placed)
     assert_equal((out, residual), compiled(*args))
     assert_equal(gradient, jax.jit(jax.grad(direct_loss, ALL))(*args), 1e-5)
+
+
+def test_explicit_mesh_where_values_have_another_width():
+    args = operands(SHARDED.replace(Hv=12))
+    the_mesh = mesh(AxisType.Explicit)
+    with jax.set_mesh(the_mesh):
+        spec = NamedSharding(the_mesh, P("x", None, "y", None))
+        placed = [*(jax.device_put(x, spec) for x in args[:3]), args[3]]
+        out, residual = jax.jit(attend)(*placed)
+        assert out.sharding.is_equivalent_to(spec, 4)
+    assert_equal((out, residual), compiled(*args))
 
 
 def test_vmap_on_an_explicit_mesh():

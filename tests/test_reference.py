@@ -32,11 +32,11 @@ def visible(case: Case) -> np.ndarray:
 
 
 def explicit(query, key, value, mask, scale) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in numpy and float64, head by head: out (B, T, N, H), residual (B, T, N)."""
+    """Attention in numpy and float64, head by head: out (B, T, N, Hv), residual (B, T, N)."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, t, heads, _ = query.shape
     group = heads // key.shape[2]
-    out, residual = np.zeros(query.shape), np.full((batch, t, heads), -np.inf)
+    out, residual = np.zeros((*query.shape[:-1], value.shape[-1])), np.full((batch, t, heads), -np.inf)
     for b, i, n in np.ndindex(batch, t, heads):
         seen = mask[i]
         if seen.any():
@@ -306,6 +306,7 @@ def test_float64_stays_float64(case):
         Case(id="none", B=1, T=3, S=4, H=3),
         # The first query sees nothing, the last key is hidden from the second, and so on.
         Case(id="window", B=1, T=4, S=3, H=3, window=(0, 1)),
+        Case(id="wide-values", B=1, T=3, S=3, H=2, Hv=5, causal=True),
     ],
     ids=ids,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -155,6 +156,17 @@ def test_matmuls(variant: Variant, parts: dict[str, sass.Code]) -> None:
     assert {loop.count("HGMMA") for loop in loops(variant, parts)} == {scores + output}
     # The first scores before the loops and the last values after them make one more block.
     assert parts[audit.WHOLE].count("HGMMA") == (len(loops(variant, parts)) + 1) * (scores + output)
+
+
+def test_matmuls_are_as_wide_as_keys_and_values(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """So that no tile is computed in pieces, which would read its other operand again for each."""
+    for loop in loops(variant, parts):
+        shapes = [i.opcode.split(".")[1] for i in loop.instructions if i.is_a("HGMMA")]
+        wanted = {f"64x{variant.tile_n}x16": variant.head_dim // MATMUL_DEPTH}
+        wanted = collections.Counter(wanted) + collections.Counter(
+            {f"64x{variant.value_head_dim}x16": variant.tile_n // MATMUL_DEPTH}
+        )
+        assert collections.Counter(shapes) == wanted
 
 
 def test_matmuls_stay_in_flight(variant: Variant, parts: dict[str, sass.Code]) -> None:

@@ -21,6 +21,8 @@ import numpy as np
 
 import jax_r2p
 
+# (H, Hv): every variant, narrow heads, and a width that is padded.
+WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (100, 36))
 # (T, S, N, K): more than two tiles of 192 rows and 128 keys, partial; then T > S, so that causal rows see
 # nothing
 SIZES = ((389, 413, 2, 1), (210, 70, 2, 2))
@@ -46,7 +48,7 @@ def expected(q, k, v, left, right) -> np.ndarray:
     mask = (distance >= (-np.inf if left is None else -left)) & (
         distance <= (np.inf if right is None else right)
     )
-    out = np.zeros((1, t, n, h))
+    out = np.zeros((1, t, n, v.shape[-1]))
     for head in range(n):
         scores = q[:, head] @ k[:, head // group].T / math.sqrt(h)
         weights = np.where(mask, np.exp(scores), 0)
@@ -84,11 +86,11 @@ def check_lengths(rng: np.random.Generator, h: int, name: str) -> bool:
 def main() -> int:
     rng = np.random.default_rng(0)
     failed = sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS)
-    for h in (64, 128, 40):
+    for h, hv in WIDTHS:
         for dtype, allowed in DTYPES.items():
             for name, (keywords, left, right) in MASKS.items():
                 for t, s, n, k in SIZES:
-                    shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, h))
+                    shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
                     arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
                     f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
                     out = np.asarray(f(*jax.device_put(arrays))).astype(np.float64)
@@ -96,7 +98,8 @@ def main() -> int:
                     good = error < allowed  # False for NaN
                     failed += not good
                     print(
-                        f"{'ok ' if good else 'BAD'} {name:6s} {dtype} H={h} T={t} S={s}: error {error:.1e}",
+                        f"{'ok ' if good else 'BAD'} {name:6s} {dtype} H={h} Hv={hv} T={t} S={s}: "
+                        f"error {error:.1e}",
                         flush=True,
                     )
     return 1 if failed else 0

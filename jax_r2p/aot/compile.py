@@ -187,6 +187,7 @@ def _describe(
         arch=facts.arch,
         dtype=config.dtype,
         head_dim=config.head_dim,
+        value_head_dim=config.value_head_dim,
         mask=config.mask,
         tile_m=config.tile_m,
         tile_n=config.tile_n,

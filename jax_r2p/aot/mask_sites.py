@@ -19,7 +19,7 @@ from jax_r2p.aot import sass
 WORD = 32
 """Bits of a mask word, which is a register."""
 
-_R2P = re.compile(r"PR, (?P<register>R\d+)(?:\.B(?P<byte>[0-3]))?, (?P<mask>0x[0-9a-f]+)")
+_R2P = re.compile(r"PR, (?P<register>R\d+)(?:\.reuse)?(?:\.B(?P<byte>[0-3]))?, (?P<mask>0x[0-9a-f]+)")
 _AND_TEST = re.compile(
     r"(?P<predicate>P\d), RZ, (?P<register>R\d+)(?:\.reuse)?, (?P<mask>0x[0-9a-f]+), RZ, 0xc0, !PT"
 )

@@ -30,11 +30,11 @@ def write(folder: pathlib.Path, compiled: Sequence[CompiledVariant], *, keep_oth
     toolchain = compiled[0].toolchain
     others: dict[str, Variant] = {}
     if (folder / FILE_NAME).exists():
-        present = _read(folder)
-        others = {variant.name: variant for variant in present.variants}
+        present = _read_to_replace(folder, needed=keep_others)
+        others = {variant.name: variant for variant in present.variants} if present else {}
         for built in compiled:
             others.pop(built.variant.name, None)
-        if keep_others and others and present.toolchain != toolchain:
+        if present and keep_others and others and present.toolchain != toolchain:
             raise OutputError(
                 f"{folder} was built with {present.toolchain}, this is {toolchain}: "
                 f"build all variants, without --only"
@@ -85,6 +85,19 @@ def differences(folder: pathlib.Path, compiled: Sequence[CompiledVariant], *, wh
             for name in sorted(present.keys() - known)
         ]
     return lines
+
+
+def _read_to_replace(folder: pathlib.Path, *, needed: bool) -> Manifest | None:
+    """The manifest that a build replaces; None if it cannot be read, as one of another version, and need not.
+
+    The files that it lists then stay.
+    """
+    try:
+        return _read(folder)
+    except OutputError:
+        if needed:
+            raise
+        return None
 
 
 def _read(folder: pathlib.Path) -> Manifest:

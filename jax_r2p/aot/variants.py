@@ -38,19 +38,21 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     """The kernels of one dtype. bf16 and fp16 cost the same everywhere, so they share the table."""
 
     def row(
-        head_dim: int,
+        head_dim: int | tuple[int, int],
         mask: Mask,
         tile_m: int,
         tile_n: int,
         min_blocks: int,
         producer: int,
         consumer: int,
-        query: Literal["registers", "shared"],
+        query: Literal["registers", "shared", "under out"],
     ) -> VariantRow:
+        query_width, value_width = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         return VariantRow(
             ForwardConfig(
                 dtype=dtype,
-                head_dim=head_dim,
+                head_dim=query_width,
+                value_head_dim=value_width,
                 mask=mask,
                 tile_m=tile_m,
                 tile_n=tile_n,
@@ -60,12 +62,14 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 # Turns need two warpgroups to take them.
                 ping_pong=tile_m > 64,
                 query_in_registers=query == "registers",
+                out_in_query=query == "under out",
             )
         )
 
     return (
-        # head dim, mask, tile_m, tile_n, CTAs per SM, registers of a producer and of a consumer thread, and
-        # where a consumer reads its query rows from
+        # head dim (of query and key, and of value if it is another), mask, tile_m, tile_n, CTAs per SM,
+        # registers of a producer and of a consumer thread, and where a consumer reads its query rows from:
+        # "under out" is shared memory that the out tile takes over
         # 4.24; with tile_n 112 4.34. One tile a CTA: 4.29; with tile_n 96 4.63; without turns 4.71. With the
         # query in registers they spill; tile_n 112 then has room and is 0 to 1 % slower.
         row(64, "none", 192, 128, 1, 32, 160, "shared"),
@@ -74,6 +78,11 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # Windows (64, 0) and (256, 0): 0.164 and 0.288; 192x128, one CTA an SM, 0.262 and 0.374; four CTAs
         # 0.169 and 0.311, and they spill. The query in shared memory: 5 and 4 % slower.
         row(64, "window", 64, 64, 3, 24, 136, "registers"),
+        # Not timed yet; the d64 rows with what registers and memory allow. With tile_n 128 they spill.
+        row(96, "none", 192, 112, 1, 32, 160, "shared"),
+        row(96, "causal", 192, 112, 1, 32, 160, "shared"),
+        # With the query in registers it spills.
+        row(96, "window", 64, 64, 3, 24, 136, "shared"),
         # tile_n 144 is 0 to 1 % faster at length 8192, but 13 % slower at 512, of which it computes 576 keys.
         # The query in shared memory: 1 to 2 % slower, with tile_n 160 as fast as 144 but 20 % slower at 512;
         # with it in registers 160 spill. 176 leave no room for the out tile.
@@ -85,6 +94,20 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers. The
         # query in shared memory: 4 % faster (noise of a call bound by memory) and 4 % slower.
         row(128, "window", 64, 64, 2, 24, 232, "registers"),
+        # Not timed yet. tile_n 128 finds no room, and with an out tile of its own 80 is the most. Windows:
+        # 48 keys let two CTAs share an SM.
+        row(192, "none", 128, 112, 1, 24, 240, "under out"),
+        row(192, "causal", 128, 112, 1, 24, 240, "under out"),
+        row(192, "window", 64, 48, 2, 24, 232, "under out"),
+        # Not timed yet. tile_n 128 has no room for the out tile.
+        row((192, 128), "none", 128, 112, 1, 24, 240, "registers"),
+        row((192, 128), "causal", 128, 112, 1, 24, 240, "registers"),
+        row((192, 128), "window", 64, 48, 2, 24, 232, "registers"),
+        # Not timed yet. tile_n 80 is the most that finds room. Windows: one CTA an SM, since 64x64 is too
+        # large for two; with the query in registers it spills.
+        row(256, "none", 128, 80, 1, 24, 240, "under out"),
+        row(256, "causal", 128, 80, 1, 24, 240, "under out"),
+        row(256, "window", 128, 64, 1, 24, 240, "under out"),
     )
 
 

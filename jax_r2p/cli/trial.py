@@ -49,8 +49,12 @@ def call_of(variant: Variant) -> Call:
     random = np.random.default_rng(0)
     dtype = _dispatch.dtype_of(variant)
     query, key, value = (
-        random.standard_normal((1, length, heads, variant.head_dim), np.float32).astype(dtype)
-        for length, heads in ((_QUERIES, _HEADS), (_KEYS, _KV_HEADS), (_KEYS, _KV_HEADS))
+        random.standard_normal((1, length, heads, width), np.float32).astype(dtype)
+        for length, heads, width in (
+            (_QUERIES, _HEADS, variant.head_dim),
+            (_KEYS, _KV_HEADS, variant.head_dim),
+            (_KEYS, _KV_HEADS, variant.value_head_dim),
+        )
     )
     return Call(arrays=(query, key, value), keywords=_KEYWORDS[variant.mask])
 

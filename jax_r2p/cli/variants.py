@@ -1,6 +1,7 @@
 """List the kernels that are shipped.
 
-Head dims are those that a kernel takes; a call runs in the narrowest kernel that takes its own. Tiles are
+Head dims are those that a kernel takes, of query and key and, if they differ, of value and out; a call runs
+in the narrowest kernel that takes its own. Tiles are
 queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor together. Shared memory is
 bytes of a thread block; registers and spills (in bytes) are of a thread. Needs neither jax nor a GPU.
 
@@ -68,11 +69,13 @@ def _select(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def _cells(variant: Variant) -> tuple[str, ...]:
+    # Of query and key, and of value if that is another.
+    widths = dict.fromkeys((variant.head_dim, variant.value_head_dim))
     return (
         variant.name,
         variant.dtype,
         variant.mask,
-        f"{HEAD_DIM_MULTIPLE}-{variant.head_dim}",
+        "/".join(f"{HEAD_DIM_MULTIPLE}-{width}" for width in widths),
         f"{variant.tile_m} x {variant.tile_n}",
         str(variant.threads),
         str(variant.min_blocks),

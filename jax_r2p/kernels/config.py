@@ -14,6 +14,9 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 """Query rows that one consumer warpgroup owns: the M of every SM90 WGMMA."""
 
+MAX_HEAD_DIM = 256
+"""The most columns of a WGMMA, and so of an out tile."""
+
 MAX_CONSUMER_WARPGROUPS = 3
 """As many as named barriers are numbered for, and as still leave each thread enough registers."""
 
@@ -29,8 +32,16 @@ SHARED_MEMORY_PER_CTA = 232448
 SHARED_MEMORY_RESERVED = 1024
 """Bytes the driver takes from each CTA's share."""
 
-TMA_BOX_COLUMNS = 64
-"""Columns of one TMA box: 128 bytes of a 16-bit type, the width of the 128-byte swizzle."""
+BOX_COLUMNS = (64, 32)
+"""Columns that a TMA box can have: what the 128- and 64-byte swizzles span, in elements of a 16-bit type."""
+
+
+def box_columns(width: int) -> int:
+    """Columns of the TMA boxes of a tile of `width` columns: the widest swizzle that divides them.
+
+    `hopper_helpers.get_smem_layout_atom` and the launcher (`MapBoxColumns` in ffi/tensor_map.h) choose alike.
+    """
+    return next(columns for columns in BOX_COLUMNS if width % columns == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,9 @@ class ForwardConfig:
 
     Attributes:
       dtype: `"bf16"` or `"fp16"`, of query, key, value and out.
-      head_dim: columns of a tile, 64 or 128. Narrower heads run in it by the TMA's zero fill.
+      head_dim: columns of a query or key tile, a multiple of 32 up to 256. Narrower heads run in it by the
+        TMA's zero fill.
+      value_head_dim: columns of a value or out tile, likewise; None for as many.
       mask: which mask code is compiled in. The end of the keys is always masked.
       tile_m: query rows of a CTA, a multiple of 64; one consumer warpgroup per 64.
       tile_n: keys of a block, a multiple of 16.
@@ -50,6 +63,9 @@ class ForwardConfig:
         another's.
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
         reading them from shared memory for each block.
+      out_in_query: the out tile has no shared memory of its own, but takes the place of the query rows that
+        it belongs to. They must have stayed in shared memory, and the next ones are loaded only when the
+        store has read the tile.
       mask_lowering: `"r2p"` or `"compare"` (one or two integer compares an element; the baseline of
         ablations).
       mask_every_block: every block takes every mask of the variant, needed or not (the other baseline).
@@ -57,6 +73,7 @@ class ForwardConfig:
 
     dtype: Literal["bf16", "fp16"]
     head_dim: int
+    value_head_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
     mask: Mask
     tile_m: int
     tile_n: int
@@ -66,13 +83,25 @@ class ForwardConfig:
     consumer_registers: int
     ping_pong: bool = True
     query_in_registers: bool = False
+    out_in_query: bool = False
     mask_lowering: MaskLowering = "r2p"
     mask_every_block: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot run: a wrong register sum hangs the kernel instead of failing."""
-        if self.head_dim % TMA_BOX_COLUMNS:
-            raise ValueError(f"head_dim={self.head_dim} must be a multiple of {TMA_BOX_COLUMNS}")
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        step = BOX_COLUMNS[-1]
+        for name in ("head_dim", "value_head_dim"):
+            width = getattr(self, name)
+            if width % step or not step <= width <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}={width} must be a multiple of {step} in {step}..{MAX_HEAD_DIM}")
+        if self.out_in_query and (self.query_in_registers or self.head_dim != self.value_head_dim):
+            raise ValueError(
+                f"out_in_query needs query rows that stay in shared memory and are as wide as out, got "
+                f"query_in_registers={self.query_in_registers}, head_dim={self.head_dim}, "
+                f"value_head_dim={self.value_head_dim}"
+            )
         if self.tile_m not in [n * WARPGROUP_ROWS for n in range(1, MAX_CONSUMER_WARPGROUPS + 1)]:
             raise ValueError(
                 f"tile_m={self.tile_m} must be a multiple of {WARPGROUP_ROWS} for 1 to "
@@ -115,10 +144,12 @@ class ForwardConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: barriers, then query, out, key and value tiles."""
-        tiles = (2 * self.tile_m + 2 * self.stages * self.tile_n) * self.head_dim * 2
-        return 1024 + tiles
+        query, out = self.tile_m * self.head_dim, self.tile_m * self.value_head_dim
+        blocks = self.stages * self.tile_n * (self.head_dim + self.value_head_dim)
+        return 1024 + 2 * (query + (0 if self.out_in_query else out) + blocks)
 
     @property
     def name(self) -> str:
         """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
-        return f"fwd_{self.dtype}_d{self.head_dim}_{self.mask}"
+        value = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
+        return f"fwd_{self.dtype}_d{self.head_dim}{value}_{self.mask}"

@@ -81,6 +81,7 @@ class Schedule(NamedTuple):
     query_shape: Any
     key_shape: Any
     lengths: Lengths
+    value_shape: Any
     window_left: Any
     window_right: Any
     cta_tiles: Any
@@ -111,6 +112,7 @@ class Tile(NamedTuple):
     heads: Any
     kv_heads: Any
     head_dim: Any
+    value_head_dim: Any
     window_left: Any
     window_right: Any
 
@@ -125,6 +127,7 @@ class AttentionForward:
         self.tile_m = config.tile_m
         self.tile_n = config.tile_n
         self.head_dim = config.head_dim
+        self.value_head_dim = config.value_head_dim
         self.stages = config.stages
         self.warpgroups = config.consumer_warpgroups
         self.has_left = config.mask == "window"
@@ -155,12 +158,12 @@ class AttentionForward:
     ):
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
 
-        query, out: (batch, query_length, heads, head_dim); key, value: (kv_batch, key_length, kv_heads,
-        head_dim); lse: float32, one entry for each (batch, head, row); scale: one float32. query_lengths,
-        key_lengths: addresses of an int32 for each batch of the query, or 0: see `Lengths`. Batch b of the
-        query uses batch b // kv_outer * kv_inner + b % kv_inner of key and value. section_heads: heads whose
-        tiles run next to each other, so that their keys and values stay in L2; a divisor of their number.
-        ctas, cta_tiles: see `tile_places`.
+        query: (batch, query_length, heads, head_dim); key: (kv_batch, key_length, kv_heads, head_dim); value
+        and out: like key and query, but value_head_dim wide; lse: float32, one entry for each (batch, head,
+        row); scale: one float32. query_lengths, key_lengths: addresses of an int32 for each batch of the
+        query, or 0: see `Lengths`. Batch b of the query uses batch b // kv_outer * kv_inner + b % kv_inner of
+        key and value. section_heads: heads whose tiles run next to each other, so that their keys and values
+        stay in L2; a divisor of their number. ctas, cta_tiles: see `tile_places`.
         """
         # (batch, length, heads, head_dim) -> (length, head_dim, heads, batch)
         by_length = [1, 3, 2, 0]
@@ -168,20 +171,11 @@ class AttentionForward:
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=by_length))
             for t in (query, key, value, out)
         )
-        rows_tile = (WARPGROUP_ROWS, self.head_dim)
-        block_tile = (self.tile_n, self.head_dim)
-        rows_layout = self._tile_layout(rows_tile, self.warpgroups)
-        block_layout = self._tile_layout(block_tile, self.stages)
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        one = [0, 1]
-        q_atom, q_coords = cpasync.make_tiled_tma_atom(load, q, cute.select(rows_layout, mode=one), rows_tile)
-        k_atom, k_coords = cpasync.make_tiled_tma_atom(
-            load, k, cute.select(block_layout, mode=one), block_tile
-        )
-        v_atom, v_coords = cpasync.make_tiled_tma_atom(
-            load, v, cute.select(block_layout, mode=one), block_tile
-        )
-        o_atom, o_coords = cpasync.make_tiled_tma_atom(save, o, cute.select(rows_layout, mode=one), rows_tile)
+        q_layout, q_atom, q_coords = self._tma_operand(load, q, self._query_tile, self.warpgroups)
+        k_layout, k_atom, k_coords = self._tma_operand(load, k, self._key_tile, self.stages)
+        v_layout, v_atom, v_coords = self._tma_operand(load, v, self._value_tile, self.stages)
+        o_layout, o_atom, o_coords = self._tma_operand(save, o, self._out_tile, self.warpgroups)
 
         heads = q.shape[2]
         tiles = cute.ceil_div(q.shape[0], self.tile_m)
@@ -211,8 +205,10 @@ class AttentionForward:
             divide(heads // k.shape[2]),
             divide(kv_outer),
             divide(kv_inner),
-            rows_layout,
-            block_layout,
+            q_layout,
+            k_layout,
+            v_layout,
+            o_layout,
         ).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -224,22 +220,45 @@ class AttentionForward:
     def compile_arguments(self) -> tuple:
         """Arguments for `cute.compile`: lengths and head counts symbolic, so one cubin serves all shapes."""
         batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
-        head_dim = cute.sym_int(divisibility=8)
+        head_dim, value_head_dim = (cute.sym_int(divisibility=8) for _ in range(2))
 
         def array(dtype: Any, shape: tuple, align: int) -> Any:
             order = tuple(reversed(range(len(shape))))
             return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
-        query, out = (array(self.dtype, (batch, query_length, heads, head_dim), 16) for _ in range(2))
-        key, value = (array(self.dtype, (kv_batch, key_length, kv_heads, head_dim), 16) for _ in range(2))
+        query, out = (
+            array(self.dtype, (batch, query_length, heads, width), 16) for width in (head_dim, value_head_dim)
+        )
+        key, value = (
+            array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
+            for width in (head_dim, value_head_dim)
+        )
         lse, scale = array(Float32, (cute.sym_int(),), 4), array(Float32, (1,), 4)
         return (query, key, value, out, lse, scale, *[Int64(0)] * 2, *[Int32(1)] * 7, make_fake_stream())
 
-    def _tile_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Row-major tiles under the 128-byte swizzle, `stages` of them."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
+    @property
+    def _query_tile(self) -> tuple[int, int]:
+        return (WARPGROUP_ROWS, self.head_dim)
+
+    @property
+    def _key_tile(self) -> tuple[int, int]:
+        return (self.tile_n, self.head_dim)
+
+    @property
+    def _value_tile(self) -> tuple[int, int]:
+        return (self.tile_n, self.value_head_dim)
+
+    @property
+    def _out_tile(self) -> tuple[int, int]:
+        return (WARPGROUP_ROWS, self.value_head_dim)
+
+    def _tma_operand(self, op: Any, array: Any, tile: tuple[int, int], stages: int) -> tuple[Any, Any, Any]:
+        """Layout of `stages` row-major tiles in shared memory, and TMA atom and coordinates of `array`."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile[1])
         atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+        layout = cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+        one = cute.select(layout, mode=[0, 1])
+        return (layout, *cpasync.make_tiled_tma_atom(op, array, one, tile))
 
     def _scores_matmul(self, accumulate: bool) -> Any:
         """One warpgroup's S = Q K^T or S += Q K^T, with K in shared memory."""
@@ -249,7 +268,9 @@ class AttentionForward:
 
     def _output_matmul(self) -> Any:
         """One warpgroup's O += P V, with P in registers and V read transposed."""
-        return self._matmul(warpgroup.OperandMajorMode.MN, self.head_dim, warpgroup.OperandSource.RMEM, True)
+        return self._matmul(
+            warpgroup.OperandMajorMode.MN, self.value_head_dim, warpgroup.OperandSource.RMEM, True
+        )
 
     def _matmul(self, b_major: Any, columns: int, a_source: Any, accumulate: bool) -> Any:
         matmul = hopper.make_trivial_tiled_mma(
@@ -294,27 +315,31 @@ class AttentionForward:
         group: cute.FastDivmodDivisorV2,
         kv_outer: cute.FastDivmodDivisorV2,
         kv_inner: cute.FastDivmodDivisorV2,
-        rows_layout: cute.ComposedLayout,
-        block_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        o_layout: cute.ComposedLayout,
     ):
         """Roles, shared memory and barriers; the work is in `produce` and `consume`."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        own_outs = 0 if self.config.out_in_query else cute.cosize(o_layout)
 
         @cute.struct
         class Storage:
             q_barriers: cute.struct.MemRange[Int64, 2 * self.warpgroups]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
-            outs: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rows_layout)], 1024]
-            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
-            values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(block_layout)], 1024]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            outs: cute.struct.Align[cute.struct.MemRange[self.dtype, own_outs], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
+            values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        s_queries = storage.queries.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
-        s_outs = storage.outs.get_tensor(rows_layout.outer, swizzle=rows_layout.inner)
-        s_keys = storage.keys.get_tensor(block_layout.outer, swizzle=block_layout.inner)
-        s_values = storage.values.get_tensor(block_layout.outer, swizzle=block_layout.inner)
+        outs = storage.queries if self.config.out_in_query else storage.outs
+        s_queries = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        s_outs = outs.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        s_keys = storage.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        s_values = storage.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
 
         if warp_index == 0:
             for atom in (q_atom, k_atom, v_atom, o_atom):
@@ -322,20 +347,20 @@ class AttentionForward:
 
         # One warp produces; one lane of every consuming warp says that a stage is free. The stages of the
         # query pipeline are the warpgroups, each of which consumes its own.
-        def make_pipeline(barriers: Any, stages: int, warps: int, rows: int) -> Any:
+        def make_pipeline(barriers: Any, stages: int, warps: int, tile: tuple[int, int]) -> Any:
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
                 consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
-                tx_count=rows * self.head_dim * 2,
+                tx_count=math.prod(tile) * 2,
                 defer_sync=True,
             )
 
         pipelines = Pipelines(
-            query=make_pipeline(storage.q_barriers, self.warpgroups, 4, WARPGROUP_ROWS),
-            key=make_pipeline(storage.k_barriers, self.stages, 4 * self.warpgroups, self.tile_n),
-            value=make_pipeline(storage.v_barriers, self.stages, 4 * self.warpgroups, self.tile_n),
+            query=make_pipeline(storage.q_barriers, self.warpgroups, 4, self._query_tile),
+            key=make_pipeline(storage.k_barriers, self.stages, 4 * self.warpgroups, self._key_tile),
+            value=make_pipeline(storage.v_barriers, self.stages, 4 * self.warpgroups, self._value_tile),
         )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -344,6 +369,7 @@ class AttentionForward:
             query_shape=q_coords.shape,
             key_shape=k_coords.shape,
             lengths=Lengths(query_lengths, key_lengths),
+            value_shape=v_coords.shape,
             window_left=window_left,
             window_right=window_right,
             cta_tiles=cta_tiles,
@@ -419,6 +445,7 @@ class AttentionForward:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            value_head_dim=schedule.value_shape[1],
             window_left=schedule.window_left,
             window_right=schedule.window_right,
         )
@@ -475,17 +502,14 @@ class AttentionForward:
         q_state = pipeline.make_pipeline_state(producer, self.warpgroups)
         k_state = pipeline.make_pipeline_state(producer, self.stages)
         v_state = pipeline.make_pipeline_state(producer, self.stages)
-        block_tile = (self.tile_n, self.head_dim)
 
         first, distance, count = self.tile_places(schedule)
         for index in cutlass.range(count, unroll=1):
             work, visited = self.locate(schedule, first + index * distance)
             kv = (None, None, work.kv_head, work.kv_batch)
-            queries = self._tma_tiles(
-                query, (None, None, work.head, work.batch), (WARPGROUP_ROWS, self.head_dim)
-            )
-            keys = self._tma_tiles(key, kv, block_tile)
-            values = self._tma_tiles(value, kv, block_tile)
+            queries = self._tma_tiles(query, (None, None, work.head, work.batch), self._query_tile)
+            keys = self._tma_tiles(key, kv, self._key_tile)
+            values = self._tma_tiles(value, kv, self._value_tile)
 
             self.load(keys, visited.stop - 1, pipelines.key, k_state)
             k_state.advance()
@@ -554,7 +578,7 @@ class AttentionForward:
         transposed = cute.make_tensor(s_values.iterator, cute.select(s_values.layout, mode=[1, 0, 2]))
         frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed))
         scores = cute.make_rmem_tensor(qk[0].partition_shape_C((WARPGROUP_ROWS, self.tile_n)), Float32)
-        acc = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, self.head_dim)), Float32)
+        acc = cute.make_rmem_tensor(pv.partition_shape_C(self._out_tile), Float32)
         # The accumulator of 64 x tile_n scores, read in register order, is the A operand of tile_n / 16
         # matmuls. It is kept as 32-bit pairs: as 16-bit elements the loop would carry a register for each.
         pairs = cute.make_rmem_tensor(self.tile_n // 4, Uint32)
@@ -632,7 +656,7 @@ class AttentionForward:
                     self.rescale(acc, correction)
 
             # No score of this tile is left to compute.
-            if cutlass.const_expr(not self.config.query_in_registers):
+            if cutlass.const_expr(not self.config.query_in_registers and not self.config.out_in_query):
                 pipelines.query.consumer_release(q_state)
             v_pipeline.consumer_wait(v_state)
             self.issue_output(pv, acc, weights, frag_v, v_state.index)
@@ -640,6 +664,13 @@ class AttentionForward:
             v_pipeline.consumer_release(v_state)
             v_state.advance()
             self.finish(store, acc, (row_base, row_sum), scale, arrays, work, row)
+            if cutlass.const_expr(self.config.out_in_query):
+                # The next query rows come to where the out tile is. The store is of one lane of the
+                # warpgroup's first warp; the others have nothing to wait for, and have written their part
+                # before the store began.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                pipelines.query.consumer_release(q_state)
 
         # Shared memory must outlive the stores that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -823,7 +854,7 @@ class AttentionForward:
             )
             suspect[r] = suspect[r] or probe != Float32(0.0)
 
-        # The store of the tile before must have read the stage.
+        # What used the stage is done with it: the store of the tile before, or matmuls on the query there.
         o_atom, o_coords, s_outs = store
         s_out = s_outs[None, None, wg]
         if warp_in_group == 0:
@@ -852,7 +883,7 @@ class AttentionForward:
             _, s_view, g_view = self._tma_tiles(
                 (o_atom, o_coords, s_outs),
                 (None, None, work.head, work.batch),
-                (WARPGROUP_ROWS, self.head_dim),
+                self._out_tile,
             )
             cute.copy(o_atom, s_view[None, wg], g_view[None, work.first_row // WARPGROUP_ROWS + wg])
             cute.arch.cp_async_bulk_commit_group()
@@ -875,10 +906,11 @@ class AttentionForward:
         stays NaN, after as few keys as it takes to know.
         """
         row = work.first_row + wg * WARPGROUP_ROWS + local_row
-        chunk = self.head_dim // 32
         lane = cute.arch.lane_idx()
-        active = lane * chunk < work.head_dim
-        first = cutlass.select_(active, lane * chunk, 0)
+        q_chunk, v_chunk = lane_chunk(self.head_dim), lane_chunk(self.value_head_dim)
+        q_active, v_active = lane * q_chunk < work.head_dim, lane * v_chunk < work.value_head_dim
+        q_first = cutlass.select_(q_active, lane * q_chunk, 0)
+        v_first = cutlass.select_(v_active, lane * v_chunk, 0)
 
         if row < work.query_length:
             stop = self.right_limit(work, row)
@@ -886,17 +918,17 @@ class AttentionForward:
             if cutlass.const_expr(self.has_left):
                 key_index = blocks.maximum(self.left_limit(work, row), 0)
             query_row = (Int64(work.batch) * work.query_rows + row) * work.heads + work.head
-            q = self.load_chunk(arrays.query, query_row * work.head_dim + first, active)
+            q = self.load_chunk(arrays.query, query_row * work.head_dim + q_first, q_active, q_chunk)
             largest, total = Float32(-Float32.inf), Float32(0.0)
-            acc = cute.make_rmem_tensor(chunk, Float32)
+            acc = cute.make_rmem_tensor(v_chunk, Float32)
             acc.fill(0.0)
             factor = scale * LOG2_E
             while key_index < stop and total == total:
                 key_row = (Int64(work.kv_batch) * work.key_rows + key_index) * work.kv_heads + work.kv_head
-                k = self.load_chunk(arrays.key, key_row * work.head_dim + first, active)
-                v = self.load_chunk(arrays.value, key_row * work.head_dim + first, active)
+                k = self.load_chunk(arrays.key, key_row * work.head_dim + q_first, q_active, q_chunk)
+                v = self.load_chunk(arrays.value, key_row * work.value_head_dim + v_first, v_active, v_chunk)
                 dot = q[0] * k[0]
-                for e in cutlass.range_constexpr(1, chunk):
+                for e in cutlass.range_constexpr(1, q_chunk):
                     dot = dot + q[e] * k[e]
                 score = cute.arch.warp_reduction_sum(dot) * factor
                 before = largest
@@ -905,14 +937,15 @@ class AttentionForward:
                 shrink = cute.arch.exp2(before - base)
                 weight = cute.arch.exp2(score - base)
                 total = total * shrink + weight
-                for e in cutlass.range_constexpr(chunk):
+                for e in cutlass.range_constexpr(v_chunk):
                     acc[e] = acc[e] * shrink + weight * v[e]
                 key_index += 1
 
             empty = largest == -Float32.inf and total == Float32(0.0)
             inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            for e in cutlass.range_constexpr(chunk):
-                s_out[local_row, lane * chunk + e] = (acc[e] * inverse).to(self.dtype)
+            if lane * v_chunk < self.value_head_dim:
+                for e in cutlass.range_constexpr(v_chunk):
+                    s_out[local_row, lane * v_chunk + e] = (acc[e] * inverse).to(self.dtype)
             if lane == 0:
                 log_sum = cutlass.select_(
                     empty, -Float32.inf, (largest + cute.math.log2(total, fastmath=True)) * LN_2
@@ -923,10 +956,18 @@ class AttentionForward:
         """Address of a row's log-sum-exp in the (batch, heads, query_rows) array."""
         return arrays.lse + ((Int64(work.batch) * work.heads + work.head) * work.query_rows + row)
 
-    def load_chunk(self, base: Any, offset: Int64, active: Boolean) -> list:
-        """This lane's `head_dim / 32` elements of a global row as fp32; 0 beyond the head's width."""
-        row = cute.make_tensor(base + offset, cute.make_layout(self.head_dim // 32))
-        return [cutlass.select_(active, row[e].to(Float32), Float32(0.0)) for e in range(self.head_dim // 32)]
+    def load_chunk(self, base: Any, offset: Int64, active: Boolean, chunk: int) -> list:
+        """This lane's `chunk` elements of a global row as fp32; 0 beyond the head's width."""
+        row = cute.make_tensor(base + offset, cute.make_layout(chunk))
+        return [cutlass.select_(active, row[e].to(Float32), Float32(0.0)) for e in range(chunk)]
+
+
+def lane_chunk(width: int) -> int:
+    """Neighbouring columns that a lane has of a row of `width`.
+
+    A divisor of 8, as which a head's width is a multiple of it: no chunk lies half beyond the head.
+    """
+    return next(chunk for chunk in (1, 2, 4, 8) if 32 * chunk >= width)
 
 
 def a_operand_layout(depth: int) -> Any:

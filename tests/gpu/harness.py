@@ -36,6 +36,7 @@ class Call:
     n: int = 2
     k: int = 1
     h: int = 64
+    hv: int | None = None
     dtype: str = "bfloat16"
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
@@ -50,7 +51,8 @@ class Call:
         )
         s = self.t if self.s is None else self.s
         return (
-            f"{mask}T={self.t} S={s} B={self.b} N={self.n} K={self.k} H={self.h} {self.dtype}"
+            f"{mask}T={self.t} S={s} B={self.b} N={self.n} K={self.k} H={self.h} "
+            f"{'' if self.hv is None else f'Hv={self.hv} '}{self.dtype}"
             f"{'' if self.scale is None else f' scale={self.scale}'}"
             f"{'' if self.q_lengths is None else f' t={self.q_lengths}'}"
             f"{'' if self.kv_lengths is None else f' s={self.kv_lengths}'}"
@@ -114,9 +116,11 @@ def _addresses(tree) -> list[int]:
     return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size)
 
 
-def run(calls: Sequence[Call], problems: Sequence[Problem]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All calls in one compiled program over poisoned results: per call out (B, T, N, H) and residual (B, T,
-    N).
+def run(
+    calls: Sequence[Call], problems: Sequence[Problem], *, direct: bool = True
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All calls in one compiled program over poisoned results: per call out (B, T, N, Hv) and residual (B, T,
+    N). Widths that have to be padded are not `direct`.
     """
     arrays = [
         jax.device_put(((p.query, p.key, p.value), call.lengths()))
@@ -130,18 +134,18 @@ def run(calls: Sequence[Call], problems: Sequence[Problem]) -> list[tuple[np.nda
 
     return [
         (np.asarray(out), np.swapaxes(np.asarray(residual), -1, -2))
-        for out, residual in poisoned(program, *arrays, direct=True)
+        for out, residual in poisoned(program, *arrays, direct=direct)
     ]
 
 
-def check(calls: Sequence[Call]) -> None:
+def check(calls: Sequence[Call], *, direct: bool = True) -> None:
     """Run all calls on random inputs and compare out and residual of each with the definition.
 
     Calls of one shape and mask differ by `seed` only if they say so. The first failure of each call is
     collected, so one run shows whether one length is off or all are.
     """
     problems = [call.problem() for call in calls]
-    results = run(calls, problems)
+    results = run(calls, problems, direct=direct)
     failures = []
     for call, (out, residual), want in zip(calls, results, numerics.expected(problems), strict=True):
         try:
@@ -156,27 +160,28 @@ def check_visible_keys(calls: Sequence[Call]) -> None:
     other.
 
     With query 0 all weights are 1, so residual = ln(number of visible keys), and with value[j] = one in lane
-    j % H the output times that number counts the visible keys of each lane. A key too many or too few moves a
-    count by one, far over the rounding allowed here; random inputs would hide it in rows that see hundreds of
-    keys.
+    j % Hv the output times that number counts the visible keys of each lane. A key too many or too few moves
+    a count by one, far over the rounding allowed here; random inputs would hide it in rows that see hundreds
+    of keys.
     """
     problems = []
     for call in calls:
         p = call.problem()
         lanes = np.zeros(p.value.shape, p.value.dtype)
-        lanes[:, np.arange(lanes.shape[1]), :, np.arange(lanes.shape[1]) % call.h] = 1
+        lanes[:, np.arange(lanes.shape[1]), :, np.arange(lanes.shape[1]) % lanes.shape[-1]] = 1
         problems.append(dataclasses.replace(p, query=np.zeros_like(p.query), value=lanes))
     failures = []
     for call, p, (out, residual) in zip(calls, problems, run(calls, problems), strict=True):
-        b, t, s, _, _, h = p.shape
+        b, t, s, _, _, _ = p.shape
+        width = p.out_shape[-1]
         seen = np.zeros((b, t, s), bool)
         for i in range(b):
             own_t, own_s = p.lengths(i)
             seen[i, :own_t, :own_s] = numerics.visible(own_t, own_s, p.left, p.right)
         count = seen.sum(axis=2)
-        lane = np.zeros((b, t, h))
+        lane = np.zeros((b, t, width))
         for j in range(s):
-            lane[:, :, j % h] += seen[:, :, j]
+            lane[:, :, j % width] += seen[:, :, j]
         with np.errstate(divide="ignore"):
             want_residual = np.log(count)[..., None]
         want = (lane / np.maximum(count, 1)[..., None])[:, :, None]

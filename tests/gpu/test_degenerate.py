@@ -52,4 +52,10 @@ def test_zero_size_beside_a_real_one():
 
 
 def test_single_rows_keys_and_heads():
-    check([Call(t=1, s=1, n=1, k=1, h=h, **m) for h in (8, 64, 128) for m in ({}, {"is_causal": True})])
+    check(
+        [
+            Call(t=1, s=1, n=1, k=1, h=h, **m)
+            for h in (8, 64, 96, 128, 192, 256)
+            for m in ({}, {"is_causal": True})
+        ]
+    )

@@ -14,7 +14,8 @@ from numerics import expected
 
 import jax_r2p
 
-HEAD_DIMS = range(8, 129, 8)
+HEAD_DIMS = range(8, 257, 8)
+WIDTHS = [(64, 64), (128, 128), (96, 96), (192, 192), (192, 128), (256, 256)]  # of every variant
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,32 @@ def test_groups(mask, h):
     "mask", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=["none", "causal", "window"]
 )
 def test_head_dims(dtype, mask):
-    """Every multiple of 8 up to 128; lanes past the head dim must count as zero, and the scale is that of the
+    """Every multiple of 8 up to 256; lanes past the head dim must count as zero, and the scale is that of the
     true one.
 
     https://github.com/Dao-AILab/flash-attention/issues/1290
     """
     check([Call(t=t, s=150, b=2, n=4, k=2, h=h, dtype=dtype, **mask) for h in HEAD_DIMS for t in (65, 150)])
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=["none", "causal", "window"]
+)
+def test_value_widths(mask):
+    """Values narrower and wider than keys, in every variant that such a call can get."""
+    widths = [(192, 128), (192, 8), (136, 104), (160, 128), (64, 128), (8, 256), (256, 8), (128, 64)]
+    widths += [(64, 96), (96, 24), (200, 136), (128, 192)]
+    check([Call(t=t, s=150, b=2, n=4, k=2, h=h, hv=hv, **mask) for h, hv in widths for t in (65, 230)])
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=["none", "causal", "window"]
+)
+def test_widths_that_are_padded(mask):
+    """No multiple of 8: through wider copies, with the scale of the true width."""
+    widths = [(1, 1), (7, 7), (12, 12), (65, 65), (100, 33), (33, 100), (191, 127), (249, 255)]
+    calls = [Call(t=70, s=150, n=4, k=2, h=h, hv=hv, **mask) for h, hv in widths]
+    check(calls, direct=False)
 
 
 @pytest.mark.parametrize("h", [40, 128])
@@ -69,19 +90,19 @@ def test_sections_that_do_not_divide(mask):
     )
 
 
-@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize(("h", "hv"), WIDTHS)
 @pytest.mark.parametrize(
     "mask", [{}, {"is_causal": True}, {"window": (90, 20)}], ids=["none", "causal", "window"]
 )
-def test_more_tiles_than_the_gpu_holds(h, mask):
+def test_more_tiles_than_the_gpu_holds(h, hv, mask):
     """CTAs go on to further tiles: of other heads, other batch entries and shared keys, partial ones too.
 
     At least 900 tiles, of which an H200 holds 132 to 396 at a time, and enough that causal CTAs take several.
     """
     check(
         [
-            Call(t=700, b=10, n=24, k=24, h=h, **mask),
-            Call(t=389, s=517, b=9, n=36, k=4, h=h, **mask),
+            Call(t=700, b=10, n=24, k=24, h=h, hv=hv, **mask),
+            Call(t=389, s=517, b=9, n=36, k=4, h=h, hv=hv, **mask),
         ]
     )
 

@@ -23,6 +23,8 @@ MASKS = {
 }
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
+# Of the other variants, which differ in tiles only: fewer lengths.
+OTHER_WIDTHS = ((96, 96), (192, 192), (192, 128), (256, 256))
 
 variants = pytest.mark.parametrize(
     ("dtype", "h", "mask"), [(d, h, m) for d in DTYPES for h in HEAD_DIMS for m in MASKS]
@@ -34,6 +36,27 @@ variants = pytest.mark.parametrize(
 def test_every_length(dtype, h, mask, lengths):
     fill_shared_memory_with_nan(h, dtype)
     check([Call(t=t, h=h, dtype=dtype, seed=t, **MASKS[mask]) for t in lengths])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("h", "hv"), OTHER_WIDTHS)
+def test_every_fifth_length_of_other_widths(h, hv, mask):
+    fill_shared_memory_with_nan(h, "bfloat16")
+    check([Call(t=t, h=h, hv=hv, seed=t, **MASKS[mask]) for t in FIRST[::5]])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("h", "hv"), OTHER_WIDTHS)
+def test_around_tiles_of_other_widths(h, hv, mask):
+    fill_shared_memory_with_nan(h, "float16")
+    check([Call(t=t, h=h, hv=hv, dtype="float16", seed=t, **MASKS[mask]) for t in AROUND])
+    check_visible_keys([Call(t=t, n=1, h=h, hv=hv, **MASKS[mask]) for t in AROUND])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("h", "hv"), OTHER_WIDTHS)
+def test_differences_of_lengths_of_other_widths(h, hv, mask):
+    check_visible_keys([Call(t=130, s=s, n=1, h=h, hv=hv, **MASKS[mask]) for s in range(1, 400, 13)])
 
 
 @variants

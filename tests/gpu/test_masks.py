@@ -53,6 +53,15 @@ def test_exact_mask(window, h):
     check_visible_keys([Call(t=t, s=s, n=1, h=h, **WINDOWS[window]) for t, s in LENGTHS])
 
 
+@pytest.mark.parametrize(("h", "hv"), [(96, 96), (192, 192), (192, 128), (256, 256)])
+def test_exact_mask_of_other_widths(h, hv):
+    """Some masks of each kind: ends at blocks of 48, 64, 80 and 112 keys, in and between them."""
+    masks = [WINDOWS["causal"], *({"window": w} for w in ((0, 0), (47, 48), (63, 0), (127, 1), (80, 112)))]
+    check_visible_keys(
+        [Call(t=t, s=s, n=1, h=h, hv=hv, **mask) for mask in masks for t, s in (*LENGTHS[4:], (500, 500))]
+    )
+
+
 @windows
 def test_values(window):
     """GQA of 3 with two batch entries, so that a mask applied to the wrong head or batch shows; both dtypes

@@ -22,6 +22,12 @@ CALLS = [
     for h, dtype in ((64, "bfloat16"), (128, "float16"), (72, "bfloat16"))
     for mask in ({"is_causal": True}, {"window": (50, 3)}, {"window": (0, 0)})
 ]
+# The other variants, with heads as wide as their tiles and less: a repaired row is divided among lanes.
+CALLS += [
+    Call(t=200, s=200, h=h, hv=hv, n=4, k=2, **mask)
+    for h, hv in ((96, 96), (88, 72), (192, 192), (136, 104), (192, 128), (256, 256), (248, 8), (64, 200))
+    for mask in ({"is_causal": True}, {"window": (50, 3)})
+]
 
 
 def _hidden(p) -> np.ndarray:

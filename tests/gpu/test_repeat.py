@@ -20,6 +20,12 @@ CALLS = [
     for h, dtype in ((128, "bfloat16"), (64, "float16"))
     for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
 ]
+# Several tiles for each CTA, in the variants whose out tile lies where the next query rows go.
+CALLS += [
+    Call(t=1000, b=4, n=16, k=4, h=h, **mask)
+    for h in (192, 256)
+    for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
+]
 
 
 def _bits(results) -> tuple[bytes, ...]:

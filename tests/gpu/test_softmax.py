@@ -20,7 +20,8 @@ import jax_r2p
 def test_scale(scale):
     """Any sign, zero, and so large that all weight falls on one key."""
     masks = [{}, {"is_causal": True}, {"window": (33, 4)}]
-    check([Call(t=150, s=140, h=h, scale=scale, **mask) for h in (64, 128) for mask in masks])
+    widths = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+    check([Call(t=150, s=140, h=h, hv=hv, scale=scale, **mask) for h, hv in widths for mask in masks])
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, jnp.float32, jnp.bfloat16, np.int32, float])

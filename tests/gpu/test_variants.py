@@ -11,8 +11,8 @@ import jax_r2p
 from jax_r2p._manifest import load_manifest
 
 CALLS = [
-    Call(t=300, s=260, n=4, k=2, h=h, dtype=dtype, **mask)
-    for h in (64, 128)
+    Call(t=300, s=260, n=4, k=2, h=h, hv=hv, dtype=dtype, **mask)
+    for h, hv in ((64, None), (96, None), (128, None), (192, None), (192, 128), (256, None))
     for dtype in ("bfloat16", "float16")
     for mask in ({}, {"is_causal": True}, {"window": (64, 7)})
 ]
@@ -20,7 +20,8 @@ CALLS = [
 
 def _explain(call: Call, **keywords):
     s = call.t if call.s is None else call.s
-    shapes = ((call.b, call.t, call.n, call.h), (call.b, s, call.k, call.h), (call.b, s, call.k, call.h))
+    hv = call.h if call.hv is None else call.hv
+    shapes = ((call.b, call.t, call.n, call.h), (call.b, s, call.k, call.h), (call.b, s, call.k, hv))
     arrays = [jax.ShapeDtypeStruct(x, jnp.dtype(call.dtype)) for x in shapes]
     return jax_r2p.explain(*arrays, **call.keywords(), **keywords)
 
@@ -59,6 +60,6 @@ def test_demanding_the_kernel_for_what_it_cannot_do():
     x = jnp.ones((1, 8, 2, 64), jnp.float32)
     with pytest.raises(NotImplementedError, match="float32"):
         jax_r2p.attention(x, x, x, implementation="r2p")
-    x = jnp.ones((1, 8, 2, 192), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="192"):
+    x = jnp.ones((1, 8, 2, 264), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="264"):
         jax_r2p.attention(x, x, x, implementation="r2p")
