@@ -54,6 +54,7 @@ def candidate(base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_register
             producer_registers=producer,
             consumer_registers=consumer,
             query_in_registers=in_registers,
+            out_in_query=base.config.out_in_query and not in_registers,
             ping_pong=warpgroups > 1,
         )
     except ValueError as error:
@@ -61,7 +62,7 @@ def candidate(base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_register
     needs = {
         "scores": tile_n // 2,
         "weights": tile_n // 4,
-        "out": config.head_dim // 2,
+        "out": config.value_head_dim // 2,
         "query": config.head_dim // 4 if in_registers else 0,
         "others": OTHER_REGISTERS,
     }

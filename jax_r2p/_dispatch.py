@@ -99,7 +99,8 @@ def choose(
     if reason := no_kernels(capability):
         return reason
 
-    mask = spec.effective(queries, keys).mask_kind
+    effective = spec.effective(queries, keys)
+    mask = effective.mask_kind
     wanted = (_ARCHS[capability], _KERNEL_DTYPES[dtype.name], mask)
     fitting = [
         variant
@@ -113,7 +114,11 @@ def choose(
             f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}, "
             f"{value_head_dim=}"
         )
-    variant = min(fitting, key=lambda variant: (variant.head_dim, variant.value_head_dim))
+    span = effective.span(queries, keys)
+    variant = min(
+        (variant for variant in fitting if variant.least_span <= span),
+        key=lambda variant: (variant.head_dim, variant.value_head_dim, -variant.least_span),
+    )
     tiles = math.prod(batch) * heads * -(-queries // variant.tile_m)
     if tiles > UNBOUNDED:
         return f"no kernel takes {tiles} tiles of {variant.tile_m} query rows; at most {UNBOUNDED} has one"

@@ -69,6 +69,7 @@ class Variant:
       threads: Threads of a thread block.
       shared_memory: Bytes of dynamic shared memory of a thread block.
       min_blocks: Thread blocks that fit on an SM together.
+      least_span: Keys of a row's window from which on this kernel is faster than those with a smaller number.
       parameters: The kernel's parameters in order.
       registers: Registers of a thread at launch.
       spills: Bytes of local memory of a thread.
@@ -89,6 +90,7 @@ class Variant:
     threads: int
     shared_memory: int
     min_blocks: int
+    least_span: int
     parameters: tuple[Parameter, ...]
     registers: int
     spills: int

@@ -41,6 +41,12 @@ class AttentionSpec:
             return "causal"
         return "window"
 
+    def span(self, queries: int, keys: int) -> int:
+        """Most keys that a query can see at these lengths."""
+        left = keys if self.left is None else self.left
+        right = queries if self.right is None else self.right
+        return min(left + right + 1, keys)
+
     def bounds(self, queries: Any, keys: Any) -> tuple[Any | None, Any | None]:
         """Returns (low, high): query i sees key j when `low <= j - i <= high`. None bounds nothing.
 

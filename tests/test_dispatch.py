@@ -66,6 +66,26 @@ def test_the_narrowest_kernel_that_fits(dtype, short, h, hv, widths, mask):
     assert chosen(spec, h=h, hv=hv, dtype=dtype) == f"fwd_{short}_d{widths}_{mask}"
 
 
+@pytest.mark.parametrize(
+    ("spec", "lengths", "wide"),
+    [
+        (AttentionSpec(left=511, right=0), {}, True),
+        (AttentionSpec(left=510, right=0), {}, False),
+        (AttentionSpec(left=300, right=211), {}, True),
+        (AttentionSpec(left=None, right=7), {}, True),
+        # No query can see more keys than there are.
+        (AttentionSpec(left=400, right=400), {"s": 511}, False),
+        (AttentionSpec(left=400, right=400), {"s": 512}, True),
+    ],
+)
+def test_wide_windows_have_their_own_kernel(spec, lengths, wide):
+    """From 512 keys a row on, where there is one; other widths and masks take what they have."""
+    sizes = {"t": 1024, "s": 1024, **lengths}
+    assert chosen(spec, h=128, **sizes) == "fwd_bf16_d128_window" + ("_wide" if wide else "")
+    assert chosen(spec, h=64, **sizes) == "fwd_bf16_d64_window"
+    assert chosen(CAUSAL, h=128, **sizes) == "fwd_bf16_d128_causal"
+
+
 def test_a_width_that_has_to_be_padded():
     assert [_dispatch.padded_head_dim(width) for width in (1, 8, 9, 12, 249, 256)] == [8, 8, 16, 16, 256, 256]
 

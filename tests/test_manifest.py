@@ -74,7 +74,9 @@ def test_row_is_the_config(variant: Variant) -> None:
     for field in ("shared_memory", "min_blocks"):
         assert getattr(variant, field) == getattr(config, field), field
     value = "" if variant.value_head_dim == variant.head_dim else f"v{variant.value_head_dim}"
-    assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}"
+    wide = "_wide" if variant.least_span else ""
+    assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}{wide}"
+    assert variant.least_span == VARIANTS[variant.name].least_span
     assert variant.file == f"{variant.name}.cubin"
     assert variant.name in variant.entry
 

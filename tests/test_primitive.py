@@ -332,7 +332,8 @@ def test_padding_changes_nothing(monkeypatch, h, hv):
     spec = AttentionSpec(left=3, right=1)
     calls = []
 
-    def in_its_place(query, key, value, scale, *, variant, spec, kv_repeat, kv_inner):
+    def in_its_place(query, key, value, scale, *lengths, variant, spec, kv_repeat, kv_inner):
+        assert lengths == (None, None)
         calls.append((query.shape[-1], key.shape[-1], value.shape[-1]))
         assert (kv_repeat, kv_inner) == (1, 1)
         return reference.attention(query, key, value, scale, spec=spec)
@@ -341,7 +342,7 @@ def test_padding_changes_nothing(monkeypatch, h, hv):
     query, key, value = CASE.replace(H=h, Hv=hv).arrays()
     call = functools.partial(_primitives._call_kernel, query, key, value, variant=None, spec=spec)
     for scale in (SCALE, jnp.array([0.4, -0.3], jnp.float32)):
-        assert_equal(call(scale), reference.attention(query, key, value, scale, spec=spec))
+        assert_equal(call(scale, None, None), reference.attention(query, key, value, scale, spec=spec))
     assert set(calls) == {tuple(map(_dispatch.padded_head_dim, (h, h, hv)))}
 
 

@@ -125,8 +125,9 @@ def test_masked_blocks_have_no_compare_per_element(variant: Variant, parts: dict
     elements = ROWS_OF_THREAD * elements_of_a_row(variant)
     for name in masked(variant):
         assert parts[name].count("FSEL") >= elements, "every score is kept or not"
-        # One bit in eight is tested on its own, mostly by LOP3. Counters and waits need a few compares too.
-        assert parts[name].count("ISETP") < elements // 3
+        # One bit in eight is tested on its own, mostly by LOP3. Counters, waits and, in the first block, the
+        # place of the tile and its lengths need up to a dozen compares too.
+        assert parts[name].count("ISETP") < elements // 4 + 8
 
 
 def test_interior_has_no_mask(variant: Variant, parts: dict[str, sass.Code]) -> None:

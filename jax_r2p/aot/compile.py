@@ -194,6 +194,7 @@ def _describe(
         threads=config.threads,
         shared_memory=shared_memory,
         min_blocks=config.min_blocks,
+        least_span=row.least_span,
         parameters=tuple(Parameter(name=name, offset=slot.offset, size=slot.size) for name, slot in slots),
         registers=facts.registers,
         spills=facts.frame_size,

@@ -21,12 +21,14 @@ class VariantRow:
       config: What to compile.
       declared_spills: Bytes of local memory per thread that are known and accepted. The build fails on any
         other number, so that a spill never comes or goes unseen.
-      suffix: Added to the name; tells apart kernels for the same calls, of which only one is shipped.
+      suffix: Added to the name; tells apart kernels of the same width and mask.
+      least_span: Keys that a row's window must have for this kernel to be chosen before those with less.
     """
 
     config: ForwardConfig
     declared_spills: int = 0
     suffix: str = ""
+    least_span: int = 0
 
     @property
     def name(self) -> str:
@@ -46,6 +48,8 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         producer: int,
         consumer: int,
         query: Literal["registers", "shared", "under out"],
+        *,
+        least_span: int = 0,
     ) -> VariantRow:
         query_width, value_width = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         return VariantRow(
@@ -63,7 +67,9 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 ping_pong=tile_m > 64,
                 query_in_registers=query == "registers",
                 out_in_query=query == "under out",
-            )
+            ),
+            suffix="_wide" if least_span else "",
+            least_span=least_span,
         )
 
     return (
@@ -94,6 +100,8 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers. The
         # query in shared memory: 4 % faster (noise of a call bound by memory) and 4 % slower.
         row(128, "window", 64, 64, 2, 24, 232, "registers"),
+        # Over 64x64: windows (64, 0) 1.04, (256, 0) 0.96 to 1.02, (1024, 0) 0.85 to 0.91.
+        row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=512),
         # Not timed yet. tile_n 128 finds no room, and with an out tile of its own 80 is the most. Windows:
         # 48 keys let two CTAs share an SM.
         row(192, "none", 128, 112, 1, 24, 240, "under out"),

@@ -47,16 +47,20 @@ class Call:
 def call_of(variant: Variant) -> Call:
     """Returns a call on random numbers that runs `variant`; the same at each time."""
     random = np.random.default_rng(0)
+    keys = _KEYS + variant.least_span
     dtype = _dispatch.dtype_of(variant)
     query, key, value = (
         random.standard_normal((1, length, heads, width), np.float32).astype(dtype)
         for length, heads, width in (
             (_QUERIES, _HEADS, variant.head_dim),
-            (_KEYS, _KV_HEADS, variant.head_dim),
-            (_KEYS, _KV_HEADS, variant.value_head_dim),
+            (keys, _KV_HEADS, variant.head_dim),
+            (keys, _KV_HEADS, variant.value_head_dim),
         )
     )
-    return Call(arrays=(query, key, value), keywords=_KEYWORDS[variant.mask])
+    keywords = _KEYWORDS[variant.mask]
+    if variant.least_span:
+        keywords = {"local_window_size": (variant.least_span, 7)}
+    return Call(arrays=(query, key, value), keywords=keywords)
 
 
 def run_kernels(variants: Sequence[Variant], device: jax.Device) -> dict[str, str | None]:

@@ -1,9 +1,10 @@
 """List the kernels that are shipped.
 
 Head dims are those that a kernel takes, of query and key and, if they differ, of value and out; a call runs
-in the narrowest kernel that takes its own. Tiles are
-queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor together. Shared memory is
-bytes of a thread block; registers and spills (in bytes) are of a thread. Needs neither jax nor a GPU.
+in the narrowest kernel that takes its own. A mask "window>=512" is for windows in which a query sees 512 keys
+or more. Tiles are queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor
+together. Shared memory is bytes of a thread block; registers and spills (in bytes) are of a thread. Needs
+neither jax nor a GPU.
 
 Exit status: 0; 1 if the package has no readable manifest; 2 after wrong arguments.
 """
@@ -74,7 +75,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
     return (
         variant.name,
         variant.dtype,
-        variant.mask,
+        variant.mask + (f">={variant.least_span}" if variant.least_span else ""),
         "/".join(f"{HEAD_DIM_MULTIPLE}-{width}" for width in widths),
         f"{variant.tile_m} x {variant.tile_n}",
         str(variant.threads),

@@ -16,6 +16,12 @@ CALLS = [
     for dtype in ("bfloat16", "float16")
     for mask in ({}, {"is_causal": True}, {"window": (64, 7)})
 ]
+# Wide windows, over more than one tile and with every kind of block.
+CALLS += [
+    Call(t=t, s=s, n=4, k=2, h=128, dtype=dtype, window=window)
+    for dtype in ("bfloat16", "float16")
+    for t, s, window in ((300, 900, (520, 7)), (1400, 1300, (511, 0)), (700, 1024, (600, 600)))
+]
 
 
 def _explain(call: Call, **keywords):
