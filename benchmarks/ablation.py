@@ -61,7 +61,15 @@ def kernel_rows() -> Iterator[VariantRow]:
         every = with_every_block_masked(row)
         yield from (without_r2p(row), every, without_r2p(every))
         for shape in SHAPES.get(name, ()):
-            other = with_tile(row, *shape)
+            tile_m, tile_n, ctas, producer, consumer = shape
+            other = bundle.with_tile(
+                row,
+                *(tile_m, tile_n, ctas, f"_{tile_m}x{tile_n}x{ctas}"),
+                producer_registers=producer,
+                consumer_registers=consumer,
+                # Three consumer warpgroups have no registers left for it, as in the shipped kernels.
+                query_in_registers=row.config.query_in_registers and tile_m <= 128,
+            )
             yield from (other, without_r2p(other))
 
 
@@ -69,24 +77,6 @@ def with_every_block_masked(row: VariantRow) -> VariantRow:
     """The same kernel with all masks on all blocks, which is what the published kernel does."""
     config = dataclasses.replace(row.config, mask_every_block=True)
     return dataclasses.replace(row, config=config, suffix=f"{row.suffix}{EVERY}")
-
-
-def with_tile(
-    row: VariantRow, tile_m: int, tile_n: int, min_blocks: int, producer: int, consumer: int
-) -> VariantRow:
-    """The same kernel with other tiles."""
-    config = dataclasses.replace(
-        row.config,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        min_blocks=min_blocks,
-        producer_registers=producer,
-        consumer_registers=consumer,
-        ping_pong=tile_m > 64,
-        # Three consumer warpgroups have no registers left for it, as in the shipped kernels.
-        query_in_registers=row.config.query_in_registers and tile_m <= 128,
-    )
-    return dataclasses.replace(row, config=config, suffix=f"{row.suffix}_{tile_m}x{tile_n}x{min_blocks}")
 
 
 def build(options: argparse.Namespace) -> int:
@@ -574,12 +564,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("folder", type=Path)
     command.set_defaults(do=build)
     command = commands.add_parser("run")
-    command.add_argument("folder", type=Path)
-    command.add_argument("--out", type=Path, required=True, help="JSON lines, appended")
-    command.add_argument("--commit", default="unknown", help="what the kernels were built from")
-    command.add_argument(
-        "--rounds", type=int, default=ROUNDS, help=f"samples of each kernel (default {ROUNDS})"
-    )
+    bundle.add_run_arguments(command, ROUNDS)
     command.add_argument("--cases", nargs="+", choices=[case.name for case in cases()], help="default: all")
     command.set_defaults(do=run)
     command = commands.add_parser("once")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from jax_r2p.aot.compile import BuildError, CompiledVariant, compile_variants
 from jax_r2p.aot.variants import VariantRow
 from jax_r2p.bench.workloads import Workload
 from jax_r2p.cli.output import progress
+from jax_r2p.kernels.config import WARPGROUP_ROWS
 
 
 def compile_into(
@@ -48,6 +51,41 @@ def compile_into(
             todo = [row for row in todo if row.name not in finished]
     output.write(folder, compiled, keep_others=False)
     return compiled, failed
+
+
+def with_tile(row: VariantRow, tile_m: int, tile_n: int, ctas: int, suffix: str, **config: Any) -> VariantRow:
+    """The same kernel with other tiles, with `suffix` added to its name.
+
+    Args:
+      row: What is changed.
+      tile_m: Query rows.
+      tile_n: Keys of a block.
+      ctas: Thread blocks that share an SM.
+      suffix: Added to the name.
+      **config: Further fields of its `ForwardConfig`.
+
+    Raises:
+      ValueError: It cannot fit.
+    """
+    changed = dataclasses.replace(
+        row.config,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        min_blocks=ctas,
+        ping_pong=tile_m > WARPGROUP_ROWS,
+        **config,
+    )
+    return dataclasses.replace(row, config=changed, suffix=row.suffix + suffix)
+
+
+def add_run_arguments(command: argparse.ArgumentParser, rounds: int) -> None:
+    """The arguments that every run of kernels takes."""
+    command.add_argument("folder", type=Path)
+    command.add_argument("--out", type=Path, required=True, help="JSON lines, appended")
+    command.add_argument("--commit", default="unknown", help="what the kernels were built from")
+    command.add_argument(
+        "--rounds", type=int, default=rounds, help="samples of each kernel (default %(default)s)"
+    )
 
 
 def register(folder: Path) -> dict[str, Variant]:

@@ -1,19 +1,18 @@
 """Find the tiles of a kernel: compile candidates here, time them on a GPU host, print the table.
 
-    python benchmarks/tune.py build DIR --head-dim 128 --mask causal      needs no GPU
+    python benchmarks/tune.py build DIR --variant fwd_bf16_d128_causal      needs no GPU
     python benchmarks/tune.py run DIR --out rows.jsonl --commit $(git rev-parse HEAD)
     python benchmarks/tune.py show rows.jsonl [--markdown]
 
 `build` goes through all combinations of tile_m, tile_n, CTAs on an SM and place of the query, says of each
 that cannot fit why, by arithmetic and before compiling it, and compiles the others into one folder, on all
 processors. `run` times them in turns, with the shipped kernel, on every workload of `jax-r2p bench` that has
-this head dim and mask. The table names each candidate as in `jax_r2p/aot/variants.py`.
+these head dims and this mask. The table names each candidate as in `jax_r2p/aot/variants.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import os
 import sys
@@ -46,31 +45,27 @@ def candidate(base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_register
     consumer = min((pool - LEAST_PRODUCER_REGISTERS) // warpgroups // 8 * 8, MOST_CONSUMER_REGISTERS)
     producer = min((pool - consumer * warpgroups) // 8 * 8, consumer)
     try:
-        config = dataclasses.replace(
-            base.config,
-            tile_m=tile_m,
-            tile_n=tile_n,
-            min_blocks=ctas,
+        row = bundle.with_tile(
+            base,
+            *(tile_m, tile_n, ctas, f"_{tile_m}x{tile_n}x{ctas}{'q' if in_registers else 's'}"),
             producer_registers=producer,
             consumer_registers=consumer,
             query_in_registers=in_registers,
             out_in_query=base.config.out_in_query and not in_registers,
-            ping_pong=warpgroups > 1,
         )
     except ValueError as error:
         return str(error)
     needs = {
         "scores": tile_n // 2,
         "weights": tile_n // 4,
-        "out": config.value_head_dim // 2,
-        "query": config.head_dim // 4 if in_registers else 0,
+        "out": row.config.value_head_dim // 2,
+        "query": row.config.head_dim // 4 if in_registers else 0,
         "others": OTHER_REGISTERS,
     }
     if sum(needs.values()) > consumer:
         parts = " + ".join(f"{name} {number}" for name, number in needs.items() if number)
         return f"a consumer thread needs {parts} = {sum(needs.values())} registers and has {consumer}"
-    place = "q" if in_registers else "s"
-    return dataclasses.replace(base, config=config, suffix=f"_{tile_m}x{tile_n}x{ctas}{place}")
+    return row
 
 
 def candidates(base: VariantRow) -> Iterator[tuple[str, VariantRow | str]]:
@@ -83,7 +78,7 @@ def candidates(base: VariantRow) -> Iterator[tuple[str, VariantRow | str]]:
 
 def build(options: argparse.Namespace) -> int:
     """Compiles what fits."""
-    base = VARIANTS[f"fwd_bf16_d{options.head_dim}_{options.mask}"]
+    base = VARIANTS[options.variant]
     found = dict(candidates(base))
     rows = {name: row for name, row in found.items() if isinstance(row, VariantRow)}
     if options.only:
@@ -103,11 +98,12 @@ def run(options: argparse.Namespace) -> int:
     names = [v.name for v in parse_manifest((options.folder / FILE_NAME).read_text("utf-8")).variants]
     variants = bundle.register(options.folder)
     first = variants[names[0]]
-    shipped = f"fwd_bf16_d{first.head_dim}_{first.mask}"
+    shipped = max((name for name in VARIANTS if names[0].startswith(name)), key=len)
     served = [
         w
         for w in workloads.select(options.cases)
-        if (w.head_dim, bundle.mask_of(w)) == (first.head_dim, first.mask)
+        if (w.head_dim, w.value_head_dim, bundle.mask_of(w))
+        == (first.head_dim, first.value_head_dim, first.mask)
     ]
     about = environment.describe(options.commit)
     with progress("samples", len(served) * (len(names) + 1) * (options.rounds + 1)) as advance:
@@ -180,16 +176,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("build")
     command.add_argument("folder", type=Path)
-    command.add_argument("--head-dim", type=int, required=True, choices=sorted(_head_dims()))
-    command.add_argument("--mask", required=True, choices=["none", "causal", "window"])
+    command.add_argument("--variant", required=True, metavar="NAME", choices=list(VARIANTS))
     command.add_argument("--only", nargs="+", metavar="SUFFIX", help="ends of names, e.g. 128x128x1q")
     command.set_defaults(do=build)
     command = commands.add_parser("run")
-    command.add_argument("folder", type=Path)
-    command.add_argument("--out", type=Path, required=True, help="JSON lines, appended")
-    command.add_argument("--commit", default="unknown", help="what the kernels were built from")
+    bundle.add_run_arguments(command, 9)
     command.add_argument("--cases", default="all", help="workloads of `jax-r2p bench`, separated by commas")
-    command.add_argument("--rounds", type=int, default=9)
     command.add_argument("--sample-ms", type=float, default=30.0)
     command.set_defaults(do=run)
     command = commands.add_parser("show")
@@ -200,10 +192,6 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return options.do(options)
-
-
-def _head_dims() -> set[int]:
-    return {row.config.head_dim for row in VARIANTS.values()}
 
 
 if __name__ == "__main__":

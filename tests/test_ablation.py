@@ -31,6 +31,7 @@ def workload(length, *, is_causal=False, window=None):
         heads=1,
         kv_heads=1,
         head_dim=64,
+        value_head_dim=64,
         is_causal=is_causal,
         window=window,
     )

@@ -35,6 +35,9 @@ def test_flops_of_known_cases():
     assert causal.flops() == 4 * 4 * 16 * 128 * (8192 * 8193 // 2)
     [gqa] = workloads.select("causal_gqa8_d128_s8192")
     assert (gqa.heads, gqa.kv_heads, gqa.head_dim, gqa.batch) == (32, 4, 128, 4)
+    [wide] = workloads.select("causal_d192v128_s8192")
+    assert wide.flops() == 2 * 4 * 10 * (192 + 128) * (8192 * 8193 // 2)
+    assert wide.bytes_moved() == 2 * 4 * 8192 * 2 * 10 * (192 + 128) + 4 * 4 * 8192 * 10
     # 4 tensors of 128 MiB, and a float32 a row
     assert full.bytes_moved() == 4 * 2**27 + 4 * 4 * 8192 * 16
 
@@ -448,6 +451,7 @@ def test_list(tmp_path):
         "heads": 32,
         "kv_heads": 32,
         "head_dim": 64,
+        "value_head_dim": 64,
         "is_causal": False,
         "window": None,
     }

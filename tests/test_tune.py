@@ -66,7 +66,7 @@ def test_build(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bundle, "compile_variants", compile_variants)
     only = ["128x128x1q", "64x64x2q", "64x64x1q"]
-    arguments = ["build", str(tmp_path), "--head-dim", "128", "--mask", "causal", "--only", *only]
+    arguments = ["build", str(tmp_path), "--variant", CAUSAL.name, "--only", *only]
     assert tune.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "uses 8 bytes of local memory" in printed

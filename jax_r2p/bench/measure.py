@@ -73,6 +73,7 @@ def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> li
     count = max(2, -(-least_bytes // w.bytes_moved()))
     shape_q = (w.batch, w.length, w.heads, w.head_dim)
     shape_k = (w.batch, w.length, w.kv_heads, w.head_dim)
+    shape_v = (*shape_k[:-1], w.value_head_dim)
 
     @jax.jit
     def make(key: jax.Array) -> Arrays:
@@ -80,7 +81,7 @@ def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> li
         return (
             jax.random.normal(key_q, shape_q, jnp.bfloat16),
             jax.random.normal(key_k, shape_k, jnp.bfloat16),
-            jax.random.normal(key_v, shape_k, jnp.bfloat16),
+            jax.random.normal(key_v, shape_v, jnp.bfloat16),
         )
 
     return [make(key) for key in jax.random.split(jax.random.key(seed), count)]

@@ -25,8 +25,9 @@ class Workload:
       batch: Sequences.
       length: Tokens of a sequence, queries and keys alike.
       heads: Query heads. query is (batch, length, heads, head_dim).
-      kv_heads: Key heads. key and value are (batch, length, kv_heads, head_dim).
-      head_dim: Elements of a head.
+      kv_heads: Key heads. key is (batch, length, kv_heads, head_dim), value the same with value_head_dim.
+      head_dim: Elements of a head of query and key.
+      value_head_dim: Elements of a head of value and out.
       is_causal: Whether a query sees no later key.
       window: (left, right) tokens seen besides the own one, both ends included; None is unbounded.
     """
@@ -37,6 +38,7 @@ class Workload:
     heads: int
     kv_heads: int
     head_dim: int
+    value_head_dim: int
     is_causal: bool = False
     window: tuple[int, int] | None = None
 
@@ -54,12 +56,13 @@ class Workload:
 
     def flops(self) -> int:
         """Operations of the forward: 2 matmuls, 2 operations a multiply-add, visible pairs only."""
-        return 4 * self.batch * self.heads * self.head_dim * self.pairs()
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_head_dim) * self.pairs()
 
     def bytes_moved(self) -> int:
         """Bytes of the least traffic with memory: query, key, value read and out, residual written once."""
         rows = self.batch * self.length
-        return 2 * 2 * rows * (self.heads + self.kv_heads) * self.head_dim + 4 * rows * self.heads
+        widths = self.head_dim + self.value_head_dim
+        return 2 * rows * (self.heads + self.kv_heads) * widths + 4 * rows * self.heads
 
     def byte_floor_ms(self) -> float:
         """Milliseconds that `bytes_moved` takes at `BANDWIDTH`."""
@@ -99,7 +102,13 @@ def _sum_clamped(first: int, count: int, limit: int) -> int:
 
 
 def _row(
-    kind: str, head_dim: int, length: int, *, kv_heads: int | None = None, batch: int | None = None
+    kind: str,
+    head_dim: int,
+    length: int,
+    *,
+    value_head_dim: int | None = None,
+    kv_heads: int | None = None,
+    batch: int | None = None,
 ) -> Workload:
     """One row of the table.
 
@@ -108,22 +117,25 @@ def _row(
         right.
       head_dim: Elements of a head.
       length: Tokens.
+      value_head_dim: Elements of a value; None for as many.
       kv_heads: Key heads, shared by twice the query heads of the other rows; None for a head each.
       batch: None for `TOKENS` in all, or one sequence if that is longer.
     """
     heads = HIDDEN // head_dim if kv_heads is None else 2 * HIDDEN // head_dim
     shared = "" if kv_heads is None else f"_gqa{heads // kv_heads}"
+    value = "" if value_head_dim is None else f"v{value_head_dim}"
     window = None
     if kind.startswith("local"):
         left, _, right = kind.removeprefix("local").partition("_")
         window = (int(left), int(right or 0))
     return Workload(
-        name=f"{kind}{shared}_d{head_dim}_s{length}",
+        name=f"{kind}{shared}_d{head_dim}{value}_s{length}",
         batch=batch or max(1, TOKENS // length),
         length=length,
         heads=heads,
         kv_heads=kv_heads or heads,
         head_dim=head_dim,
+        value_head_dim=value_head_dim or head_dim,
         is_causal=kind == "causal",
         window=window,
     )
@@ -149,6 +161,9 @@ WORKLOADS = (
     _row("causal", 128, 113, batch=64),  # short and no multiple of a tile
     _row("full", 256, 8192),
     _row("causal", 256, 8192),
+    _row("causal", 96, 8192),
+    _row("causal", 192, 8192),
+    _row("causal", 192, 8192, value_head_dim=128),
 )
 
 LENGTHS = tuple(

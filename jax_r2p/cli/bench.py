@@ -288,14 +288,15 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print_json({"cases": cases, "implementations": implementations})
         return
-    sizes = ("batch", "length", "heads", "kv_heads", "head_dim")
+    sizes = ("batch", "length", "heads", "kv_heads", "head_dim", "value_head_dim")
     print_table(
         "Cases",
         ["name", "mask", *(name.replace("_", " ") for name in sizes)],
         [[w.name, w.mask, *(str(getattr(w, name)) for name in sizes)] for w in workloads.WORKLOADS],
         left=2,
     )
-    print(f"headline: {', '.join(workloads.HEADLINE)}\n")
+    print(f"headline: {', '.join(workloads.HEADLINE)}")
+    print(f"lengths: {', '.join(w.name for w in workloads.LENGTHS)}\n")
     print_table(
         "Implementations",
         ["name", "what it is", "package", "version"],

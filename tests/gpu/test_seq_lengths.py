@@ -238,8 +238,8 @@ def seconds(function, *args) -> float:
 def test_what_lies_beyond_takes_no_time(mask, which):
     """128 of 16384: blocks beyond a length are not visited, or else it would take as long as with all.
 
-    With a causal mask 128 keys are seen by the last 128 queries alone. Half leaves room for the other test processes
-    on the GPU.
+    With a causal mask 128 keys are seen by the last 128 queries alone. Half leaves room for the other test
+    processes on the GPU.
     """
     x = jnp.zeros((1, 16384, 32, 64), jnp.bfloat16)
     function = jax.jit(lambda x, n: kernel(x, x, x, **mask, **{which: n}))
