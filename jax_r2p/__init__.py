@@ -1,7 +1,9 @@
 """Attention for JAX on NVIDIA Hopper GPUs, with kernels that mask a whole word of scores at a time.
 
-`attention` is the function to call. `explain` tells which kernel a call uses, or why none. `reference` is the
-same function in plain `jax.numpy`, and the written contract of its results.
+`attention` is the function to call, and `dot_product_attention` the one for code that calls the function of
+that name in `jax.nn`; `jax_r2p.flax` has it for Flax layers. `explain` tells which kernel a call of
+`attention` uses, or why none. `reference` is that function in plain `jax.numpy`, and the written contract of
+its results.
 
 The names are resolved on first use, so that `import jax_r2p` alone imports neither jax nor a compiler: the
 package builds its own kernels in an environment that has no jax.
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from jax_r2p._attention import attention as attention
     from jax_r2p._attention import explain as explain
     from jax_r2p._dispatch import FallbackWarning as FallbackWarning
+    from jax_r2p._dot_product_attention import dot_product_attention as dot_product_attention
 
     __version__: str
 
@@ -25,10 +28,19 @@ _MODULES = {
     "Explanation": "jax_r2p._attention",
     "FallbackWarning": "jax_r2p._dispatch",
     "attention": "jax_r2p._attention",
+    "dot_product_attention": "jax_r2p._dot_product_attention",
     "explain": "jax_r2p._attention",
 }
 
-__all__ = ["Explanation", "FallbackWarning", "__version__", "attention", "explain", "reference"]
+__all__ = [
+    "Explanation",
+    "FallbackWarning",
+    "__version__",
+    "attention",
+    "dot_product_attention",
+    "explain",
+    "reference",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -185,10 +185,15 @@ def refuse(reason: str) -> NotImplementedError:
 
 
 @functools.cache
-def warn_fallback(reason: str) -> None:
-    """Warns that a call runs without the kernel, the first time that `reason` is given in this process."""
+def warn_fallback(reason: str, what: str = "jax_r2p.attention runs as plain XLA") -> None:
+    """Warns that a call runs without the kernel, the first time that `reason` is given in this process.
+
+    Args:
+      reason: Why.
+      what: What happens instead.
+    """
     warnings.warn(
-        f"jax_r2p.attention runs as plain XLA: {reason}. implementation='xla' does that without a warning.",
+        f"{what}: {reason}. implementation='xla' does that without a warning.",
         FallbackWarning,
         stacklevel=2,
     )

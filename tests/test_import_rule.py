@@ -20,6 +20,7 @@ ORDER = [
     "cli",
     "bench",
     "__init__",
+    "_dot_product_attention",
     "_attention",
     "_arguments",
     "_primitives",
@@ -134,6 +135,7 @@ def test_public_names():
         "FallbackWarning",
         "__version__",
         "attention",
+        "dot_product_attention",
         "explain",
         "reference",
     }
