@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -272,6 +277,13 @@ def test_gradients(case):
         assert_close(mine, that, 0.05, name=name)
 
 
+def test_gradient_by_bias():
+    arrays = make()
+    bias = jnp.ones((1, 4, 9, 9)) * jnp.arange(9)
+    got, want = (jax.grad(lambda bias, f=f: f(*arrays, bias).sum())(bias) for f in (ours, theirs))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_vmap_and_jit():
     arrays = make(b=3)
     lengths = i32(2, 0, 9)
@@ -453,3 +465,21 @@ def test_unknown_implementation(name):
 def test_traced_causal_is_refused():
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.jit(lambda flag: ours(X, X, X, is_causal=flag))(True)
+
+
+def blocks():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "drop-in.md").read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(blocks())))
+def test_code_of_the_documentation(number, tmp_path):
+    """It runs, and prints what its comments say."""
+    block = blocks()[number]
+    if "flax" in block and importlib.util.find_spec("flax") is None:
+        pytest.skip("flax is not installed")
+    script = tmp_path / "block.py"
+    script.write_text(block, "utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == re.findall(r"print\(.*\) *# (.*)$", block, re.MULTILINE)

@@ -20,6 +20,7 @@ ORDER = [
     "cli",
     "bench",
     "__init__",
+    "flax",
     "_dot_product_attention",
     "_attention",
     "_arguments",
