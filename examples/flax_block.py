@@ -14,12 +14,13 @@ import warnings
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 import jax_r2p
 import jax_r2p.flax
 
 TOKENS, LENGTH, BATCH, WIDTH, BACK = 16, 32, 16, 64, 8
-STEPS, STEP_SIZE = 60, 0.3
+STEPS, STEP_SIZE = 200, 0.01
 
 
 class Block(nn.Module):
@@ -38,24 +39,28 @@ class Block(nn.Module):
 def main() -> None:
     """Train for some steps, and say how far the loss came down."""
     warnings.simplefilter("ignore", jax_r2p.FallbackWarning)  # without a GPU
-    block = Block()
-    tokens = jax.random.randint(jax.random.key(0), (BATCH, LENGTH), 0, TOKENS)
-    params = block.init(jax.random.key(1), tokens)
+    block, optimizer = Block(), optax.adam(STEP_SIZE)
+
+    def sample(seed):
+        return jax.random.randint(jax.random.key(seed), (BATCH, LENGTH), 0, TOKENS)
 
     def loss(params, tokens):
-        scores = jax.nn.log_softmax(block.apply(params, tokens)[:, BACK:])
-        return -jnp.take_along_axis(scores, tokens[:, :-BACK, None], axis=-1).mean()
+        scores = block.apply(params, tokens)[:, BACK:]
+        return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, :-BACK]).mean()
 
     @jax.jit
-    def step(params, tokens):
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return value, jax.tree.map(lambda p, g: p - STEP_SIZE * g, params, grads)
+    def step(params, state, seed):
+        value, grads = jax.value_and_grad(loss)(params, sample(seed))
+        updates, state = optimizer.update(grads, state)
+        return value, optax.apply_updates(params, updates), state
 
-    first, params = step(params, tokens)
-    for _ in range(STEPS):
-        last, params = step(params, tokens)
+    params = block.init(jax.random.key(1), sample(0))
+    state = optimizer.init(params)
+    first, params, state = step(params, state, 0)
+    for seed in range(1, STEPS + 1):  # new tokens each time, so that nothing can be learned by heart
+        last, params, state = step(params, state, seed)
     print(f"loss before: {first:.2f}, after {STEPS} steps: {last:.2f}")
-    if not last < 0.8 * first:
+    if not last < 0.5 * first:
         raise SystemExit("that is hardly less")
 
 

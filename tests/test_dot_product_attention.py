@@ -20,7 +20,7 @@ import pytest
 from numerics import assert_close
 
 import jax_r2p
-from jax_r2p import _ffi
+from jax_r2p import _dispatch, _ffi
 from jax_r2p._dot_product_attention import Plan, plan
 
 ours = jax_r2p.dot_product_attention
@@ -300,6 +300,29 @@ def test_vmap_and_jit():
     assert_close(mapped(query, *arrays[1:])[1], want, 0.03, name="out")
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_sharded(name, explicit):
+    """Batch over two devices, in `shard_map` and on an explicit mesh, with what is done beside the kernel."""
+    window = {"local_window_size": (2, 1)} if name == "query_seq_lengths" else {}
+    operands = [*make(t=9, s=5), i32(0, 4)]
+
+    def call(query, key, value, lengths):
+        return ours(query, key, value, return_residual=True, **{name: lengths}, **window)
+
+    want = call(*operands)
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("x",), (kind,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("x")
+    sharding = jax.NamedSharding(mesh, spec)
+    with jax.set_mesh(mesh):
+        function = call if explicit else jax.shard_map(call, in_specs=spec, out_specs=spec)
+        got = jax.jit(function)(*(jax.device_put(x, sharding) for x in operands))
+    for mine, that in zip(got, want, strict=True):
+        assert_close(mine, that, 0.01, name="result")
+        assert mine.sharding.is_equivalent_to(sharding, mine.ndim)
+
+
 def test_scale_and_lengths_may_be_traced():
     query, key, value = make()
     call = jax.jit(
@@ -359,6 +382,16 @@ def test_only_a_program_for_cuda_names_the_kernel():
     assert _ffi.TARGET in lower(ours, *arrays)
     assert _ffi.TARGET not in lower(ours, *arrays, platform="cpu")
     assert _ffi.TARGET not in lower(functools.partial(ours, implementation="xla"), *arrays)
+
+
+@pytest.mark.filterwarnings("default::jax_r2p.FallbackWarning")
+def test_other_gpus_run_jax_nn(monkeypatch):
+    """Not the reference, which is slower there."""
+    monkeypatch.setattr(_dispatch, "cuda_capabilities", lambda: frozenset({(8, 0)}))
+    arrays = make()
+    with pytest.warns(jax_r2p.FallbackWarning, match=r"calls jax\.nn.*no kernel for compute capability 8\.0"):
+        got = ours(*arrays)
+    np.testing.assert_array_equal(got, theirs(*arrays))
 
 
 def test_xla_and_cudnn_are_those_of_jax_nn():

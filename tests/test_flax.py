@@ -242,4 +242,4 @@ def test_example():
     )
     assert done.returncode == 0, done.stderr
     before, after = map(float, re.findall(r"\d+\.\d+", done.stdout))
-    assert after < 0.8 * before
+    assert after < 0.5 * before
