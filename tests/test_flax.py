@@ -229,7 +229,8 @@ try:
 except ImportError as error:
     print("flax" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # -P: the installed package, not the checkout that a test run starts in.
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
