@@ -101,6 +101,7 @@ def choose(
 
     effective = spec.effective(queries, keys)
     mask = effective.mask_kind
+    span = effective.span(queries, keys)
     wanted = (_ARCHS[capability], _KERNEL_DTYPES[dtype.name], mask)
     fitting = [
         variant
@@ -108,16 +109,15 @@ def choose(
         if (variant.arch, variant.dtype, variant.mask) == wanted
         and variant.head_dim >= head_dim
         and variant.value_head_dim >= value_head_dim
+        and variant.least_span <= span
     ]
     if not fitting:
         return (
             f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}, "
             f"{value_head_dim=}"
         )
-    span = effective.span(queries, keys)
     variant = min(
-        (variant for variant in fitting if variant.least_span <= span),
-        key=lambda variant: (variant.head_dim, variant.value_head_dim, -variant.least_span),
+        fitting, key=lambda variant: (variant.head_dim, variant.value_head_dim, -variant.least_span)
     )
     tiles = math.prod(batch) * heads * -(-queries // variant.tile_m)
     if tiles > UNBOUNDED:
