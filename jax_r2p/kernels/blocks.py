@@ -127,3 +127,65 @@ def right_limit(row: Index, *, query_length: Index, key_length: Index, right: In
 def left_limit(row: Index, *, query_length: Index, key_length: Index, left: Index) -> Index:
     """First key that `row` sees on the left. It may be negative: then the bound hides nothing."""
     return row + (key_length - query_length) - left
+
+
+class QueryRange(NamedTuple):
+    """Query tiles that a key block is visited with in the backward pass, from `start` up to `stop` - 1.
+
+    Tiles below `right_masked` cross the right bound, tiles from `left_masked` on the left one. A block that
+    the end of the keys crosses is masked in every tile.
+    """
+
+    start: Index
+    right_masked: Index
+    left_masked: Index
+    stop: Index
+
+
+def query_range(
+    first_key: Index,
+    *,
+    tile_m: int,
+    tile_n: int,
+    query_length: Index,
+    key_length: Index,
+    left: Index | None,
+    right: Index | None,
+) -> QueryRange:
+    """Tiles of `tile_m` query rows that see a key of the block that starts at `first_key`; none: start = stop.
+
+    A tile is visited iff its rows, those beyond the queries included, reach into the block on the right, and
+    a row that is there does on the left: so the blocks of a tile are neighbours, and `last_block` knows them.
+    """
+    offset = key_length - query_length
+    start: Index = 0
+    right_masked: Index = 0
+    end = select(first_key < key_length, query_length, 0)
+    if right is not None:
+        start = maximum(first_key - offset - right, 0) // tile_m
+        # A tile crosses the bound if its first row does not see the last key.
+        right_masked = (maximum(first_key + tile_n - 1 - offset - right, 0) + tile_m - 1) // tile_m
+    if left is not None:
+        end = minimum(end, maximum(minimum(first_key + tile_n, key_length) - offset + left, 0))
+    stop = maximum((end + tile_m - 1) // tile_m, start)
+    left_masked = stop
+    if left is not None:
+        # A tile crosses the bound if its last row does not see the first key.
+        left_masked = maximum(first_key - offset + left + 1, 0) // tile_m
+    whole = first_key + tile_n <= key_length
+    return QueryRange(
+        start=start,
+        right_masked=select(whole, right_masked, stop),
+        left_masked=left_masked,
+        stop=stop,
+    )
+
+
+def last_block(
+    first_row: Index, *, tile_m: int, tile_n: int, query_length: Index, key_length: Index, right: Index | None
+) -> Index:
+    """The last key block that visits the query tile at `first_row`, given that some block does."""
+    last_key = key_length - 1
+    if right is not None:
+        last_key = minimum(last_key, first_row + tile_m - 1 + (key_length - query_length) + right)
+    return last_key // tile_n

@@ -1,4 +1,4 @@
-"""Static choices of the forward kernel and the hardware limits that bound them. Imports no compiler."""
+"""Static choices of the kernels and the hardware limits that bound them. Imports no compiler."""
 
 from __future__ import annotations
 
@@ -153,3 +153,68 @@ class ForwardConfig:
         """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
         value = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
         return f"fwd_{self.dtype}_d{self.head_dim}{value}_{self.mask}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """One compiled form of the backward kernel.
+
+    Attributes:
+      dtype: `"bf16"` or `"fp16"`, of query, key, value and their cotangents.
+      head_dim: columns of a query or key tile, 64 or 128. Narrower heads run in it by the TMA's zero fill.
+      value_head_dim: columns of a value tile, likewise; None for as many.
+      mask: which mask code is compiled in. The ends of the keys and queries are always masked.
+      tile_m: query rows of a step, 64 or 128.
+      tile_n: keys of a CTA, 128: 64 for each of two consumer warpgroups.
+      stages: depth of the query and of the dout pipeline, in steps.
+      prefetch_scores: the scores of a step are computed under the arithmetic of the step before.
+      producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
+    """
+
+    dtype: Literal["bf16", "fp16"]
+    head_dim: int
+    value_head_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
+    mask: Mask
+    tile_m: int
+    tile_n: int = 128
+    stages: int = 2
+    prefetch_scores: bool
+    producer_registers: int = 24
+    consumer_registers: int = 240
+
+    min_blocks = 1
+    consumer_warpgroups = 2
+    threads = 3 * WARPGROUP
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run."""
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        for name, allowed in (("head_dim", (64, 128)), ("value_head_dim", (64, 128)), ("tile_m", (64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)} must be one of {allowed}")
+        if self.tile_n != self.consumer_warpgroups * WARPGROUP_ROWS:
+            raise ValueError(f"tile_n={self.tile_n} must be {self.consumer_warpgroups * WARPGROUP_ROWS}")
+        pool = REGISTER_FILE // self.threads // 8 * 8 * (self.consumer_warpgroups + 1)
+        asked = self.consumer_registers * self.consumer_warpgroups + self.producer_registers
+        if asked > pool:
+            raise ValueError(f"setmaxnreg asks for {asked} registers a thread column, the pool holds {pool}")
+        if self.shared_memory > SHARED_MEMORY_PER_CTA:
+            raise ValueError(
+                f"tiles need {self.shared_memory} bytes of shared memory, a CTA can have "
+                f"{SHARED_MEMORY_PER_CTA}"
+            )
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory: barriers and row statistics, then the tiles."""
+        widths = self.head_dim + self.value_head_dim
+        halves = self.tile_n * widths + self.stages * self.tile_m * widths + 2 * self.tile_n * self.tile_m
+        head = 128 + 2 * self.stages * self.tile_m * 4
+        return -(-head // 1024) * 1024 + 2 * halves + 4 * self.tile_m * self.head_dim
+
+    @property
+    def name(self) -> str:
+        """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
+        value = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
+        return f"bwd_{self.dtype}_d{self.head_dim}{value}_{self.mask}"

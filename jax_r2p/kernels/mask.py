@@ -12,6 +12,7 @@ definition of the mask.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -81,8 +82,10 @@ def score_index(row: int, element: int) -> int:
     return element // 2 * 4 + row * 2 + element % 2
 
 
-def apply_r2p(scores: Any, *, below: tuple[Index, ...], above: tuple[Index, ...]) -> None:
-    """Set to -inf the scores outside [above, below) by bit masks and R2P.
+def apply_r2p(
+    scores: Any, *, below: tuple[Index, ...], above: tuple[Index, ...], hidden: float = -math.inf
+) -> None:
+    """Set to `hidden` the scores outside [above, below) by bit masks and R2P.
 
     `scores`: a thread's accumulator of a 64 x tile_n score tile. `below`, `above`: the bounds of its two rows
     in columns counted from the thread's first one: one bound if both rows share it, none where there is none.
@@ -102,7 +105,7 @@ def apply_r2p(scores: Any, *, below: tuple[Index, ...], above: tuple[Index, ...]
                 kept = Boolean(keep & Uint32(1 << bit))
                 for row in rows:
                     index = score_index(row, word * WORD + bit)
-                    scores[index] = cutlass.select_(kept, scores[index], -Float32.inf)
+                    scores[index] = cutlass.select_(kept, scores[index], Float32(hidden))
 
 
 def apply_compare(scores: Any, coordinates: Any, *, below: Any, above: Any, swapped: bool = False) -> None:

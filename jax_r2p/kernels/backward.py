@@ -1,0 +1,980 @@
+"""Flash-attention backward for SM90: the cotangents of query, key and value from those of out and residual.
+
+One CTA owns `tile_n` keys of one head of key and value, 64 for each of two consumer warpgroups, and goes
+through the query tiles that see them, for every query head that shares the keys. Scores are computed
+transposed, S^T = K Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in
+which the matmuls dV += P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in
+queries `mask.py` turns into predicates as it does in the forward pass. Only dS goes through shared memory,
+for dQ = dS K; those tiles are added in fp32 in global memory by the bulk copy unit, which needs no thread.
+
+    P = exp2(S * scale * log2(e) - lse),   dS = P * (dP - delta),   dP = dO V^T
+
+with lse in base 2 and delta = sum(dO * out) of a row less the cotangent of its log-sum-exp. A row that is not
+there, or sees no key, comes with lse = +inf and delta = 0, so that its weights are 0.
+
+Within a step the matmuls are ordered so that one always runs under the arithmetic of another: S of the next
+step is issued before dS of this one is written, dV under the computation of dS, dK under the write of dQ.
+
+The method is FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.utils import LayoutEnum
+
+from jax_r2p.kernels import blocks, mask
+from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, BackwardConfig, box_columns
+
+LOG2_E = math.log2(math.e)
+
+CONSUMERS = 2 * WARPGROUP
+REDUCE_WARP = 1
+"""The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads."""
+
+WARP = 32
+FAR = 1 << 30
+"""Further than any query or key: the bound of a key that is not there."""
+
+DS_STAGES = 2
+"""Tiles of dS in shared memory. With two, one barrier a step is enough: a warpgroup that writes the tile of
+step i has passed the barrier of step i - 1, at which the other had finished reading the tile of step i - 2."""
+
+
+class Barrier:
+    """Named barriers; number 0 belongs to `sync_threads`, and the last two exist for each warpgroup."""
+
+    CONSUMERS = 1
+    DQ_EMPTY = 2
+    DQ_FULL = 4
+
+
+class Schedule(NamedTuple):
+    """From which the work of a CTA follows. Shapes are (length, head_dim, heads, batch)."""
+
+    query_shape: Any
+    key_shape: Any
+    query_lengths: Any
+    key_lengths: Any
+    window_left: Any
+    window_right: Any
+    group: Any
+    kv_repeat: Any
+    kv_inner: Any
+    counters: Any
+
+
+class Block(NamedTuple):
+    """The keys that a CTA owns."""
+
+    index: Any
+    head: Any
+    batch: Any
+
+
+class Work(NamedTuple):
+    """The keys of a CTA beside one of the query heads that share them."""
+
+    first_key: Any
+    batch: Any
+    head: Any
+    query_length: Any
+    key_length: Any
+    window_left: Any
+    window_right: Any
+
+
+class Pipelines(NamedTuple):
+    """Shared-memory stages that the producer fills and the consumers empty."""
+
+    query: Any
+    dout: Any
+    key: Any
+    value: Any
+
+
+class AttentionBackward:
+    """Builds the backward kernel of one `BackwardConfig`."""
+
+    def __init__(self, config: BackwardConfig):
+        """Fix everything that is static."""
+        self.config = config
+        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
+        self.tile_m = config.tile_m
+        self.tile_n = config.tile_n
+        self.head_dim = config.head_dim
+        self.value_head_dim = config.value_head_dim
+        self.stages = config.stages
+        self.prefetch = config.prefetch_scores
+        self.has_left = config.mask == "window"
+        self.has_right = config.mask in ("causal", "window")
+        # A warpgroup computes 64 rows of dQ: its half of the rows, or all of them and its half of the columns.
+        self.dq_by_rows = config.tile_m == CONSUMERS // WARPGROUP * WARPGROUP_ROWS
+        self.dq_columns = config.head_dim if self.dq_by_rows else config.head_dim // 2
+
+    # Host side -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        key: cute.Tensor,
+        value: cute.Tensor,
+        dout: cute.Tensor,
+        dkey: cute.Tensor,
+        dvalue: cute.Tensor,
+        dquery: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        counters: Int64,
+        scale: cute.Tensor,
+        query_lengths: Int64,
+        key_lengths: Int64,
+        window_left: Int32,
+        window_right: Int32,
+        group: Int32,
+        kv_repeat: Int32,
+        kv_inner: Int32,
+        ctas: Int32,
+        stream: CUstream,
+    ):
+        """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
+
+        query and dout: (batch, query_length, heads, head_dim or value_head_dim); key, dkey: (kv_batch,
+        key_length, kv_heads, head_dim); value, dvalue: likewise, value_head_dim wide. dquery: float32, for
+        each (batch, head, query tile) the tile_m * head_dim sums of a tile, in the order of `add_dquery`.
+        lse, delta: float32, tile_m for each of these tiles. counters: address of an int32 for each of them
+        that starts at 0, or 0 for sums in any order. scale: one float32. query_lengths, key_lengths:
+        addresses of an int32 for each batch of the query, or 0. group: query heads of a key head. kv_repeat,
+        kv_inner: batch b of the query uses batch b // (kv_repeat * kv_inner) * kv_inner + b % kv_inner of key
+        and value.
+        """
+        by_length = [1, 3, 2, 0]
+        q, k, v, do, dk, dv = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=by_length))
+            for t in (query, key, value, dout, dkey, dvalue)
+        )
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        q_layout, q_atom, q_coords = self._tma_operand(load, q, self._query_tile, self.stages)
+        do_layout, do_atom, do_coords = self._tma_operand(load, do, self._dout_tile, self.stages)
+        k_layout, k_atom, k_coords = self._tma_operand(load, k, self._key_tile, 1)
+        v_layout, v_atom, v_coords = self._tma_operand(load, v, self._value_tile, 1)
+        _, dk_atom, dk_coords = self._tma_operand(save, dk, (WARPGROUP_ROWS, self.head_dim), 1)
+        _, dv_atom, dv_coords = self._tma_operand(save, dv, (WARPGROUP_ROWS, self.value_head_dim), 1)
+        ds_layout = self._shared_layout((self.tile_n, self.tile_m), DS_STAGES)
+        self.kernel(
+            q_atom,
+            q_coords,
+            k_atom,
+            k_coords,
+            v_atom,
+            v_coords,
+            do_atom,
+            do_coords,
+            dk_atom,
+            dk_coords,
+            dv_atom,
+            dv_coords,
+            dquery.iterator,
+            lse.iterator,
+            delta.iterator,
+            counters,
+            scale.iterator,
+            query_lengths,
+            key_lengths,
+            window_left,
+            window_right,
+            group,
+            kv_repeat,
+            kv_inner,
+            q_layout,
+            k_layout,
+            v_layout,
+            do_layout,
+            ds_layout,
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )
+
+    def compile_arguments(self) -> tuple:
+        """Arguments for `cute.compile`: lengths and head counts symbolic, so one cubin serves all shapes."""
+        batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
+        head_dim, value_head_dim = (cute.sym_int(divisibility=8) for _ in range(2))
+
+        def array(dtype: Any, shape: tuple, align: int) -> Any:
+            order = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+        query, dout = (
+            array(self.dtype, (batch, query_length, heads, width), 16) for width in (head_dim, value_head_dim)
+        )
+        key, value, dkey, dvalue = (
+            array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
+            for width in (head_dim, value_head_dim) * 2
+        )
+        dquery, lse, delta = (array(Float32, (cute.sym_int(),), 16) for _ in range(3))
+        arrays = (query, key, value, dout, dkey, dvalue, dquery, lse, delta)
+        numbers = (*[Int64(0)] * 2, *[Int32(1)] * 6)
+        return (*arrays, Int64(0), array(Float32, (1,), 4), *numbers, make_fake_stream())
+
+    @property
+    def _query_tile(self) -> tuple[int, int]:
+        return (self.tile_m, self.head_dim)
+
+    @property
+    def _dout_tile(self) -> tuple[int, int]:
+        return (self.tile_m, self.value_head_dim)
+
+    @property
+    def _key_tile(self) -> tuple[int, int]:
+        return (self.tile_n, self.head_dim)
+
+    @property
+    def _value_tile(self) -> tuple[int, int]:
+        return (self.tile_n, self.value_head_dim)
+
+    def _shared_layout(self, tile: tuple[int, int], stages: int) -> Any:
+        """Layout of `stages` row-major tiles in shared memory."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile[1])
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+
+    def _tma_operand(self, op: Any, array: Any, tile: tuple[int, int], stages: int) -> tuple[Any, Any, Any]:
+        """The shared layout of `stages` tiles, and TMA atom and coordinates of `array`."""
+        layout = self._shared_layout(tile, stages)
+        one = cute.select(layout, mode=[0, 1])
+        return (layout, *cpasync.make_tiled_tma_atom(op, array, one, tile))
+
+    def _matmul(self, columns: int, *, a: str, b_major: Any, accumulate: bool) -> Any:
+        """A warpgroup's 64 x columns matmul. `a`: "rows", "columns" (transposed) or "registers"."""
+        major, source = warpgroup.OperandMajorMode, warpgroup.OperandSource
+        matmul = hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            major.MN if a == "columns" else major.K,
+            b_major,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, columns),
+            a_source=source.RMEM if a == "registers" else source.SMEM,
+        )
+        matmul.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return matmul
+
+    # Device side -----------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_coords: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_coords: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_coords: cute.Tensor,
+        do_atom: cute.CopyAtom,
+        do_coords: cute.Tensor,
+        dk_atom: cute.CopyAtom,
+        dk_coords: cute.Tensor,
+        dv_atom: cute.CopyAtom,
+        dv_coords: cute.Tensor,
+        dquery: cute.Pointer,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        counters: Int64,
+        scale: cute.Pointer,
+        query_lengths: Int64,
+        key_lengths: Int64,
+        window_left: Int32,
+        window_right: Int32,
+        group: Int32,
+        kv_repeat: Int32,
+        kv_inner: Int32,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        do_layout: cute.ComposedLayout,
+        ds_layout: cute.ComposedLayout,
+    ):
+        """Roles, shared memory and barriers; the work is in `produce`, `add_dquery` and `consume`."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        statistics = self.stages * self.tile_m
+
+        @cute.struct
+        class Storage:
+            q_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            do_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            k_barriers: cute.struct.MemRange[Int64, 2]
+            v_barriers: cute.struct.MemRange[Int64, 2]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, statistics], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, statistics], 128]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
+            values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            douts: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
+            dquery: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * self.head_dim], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        s_queries = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        s_douts = storage.douts.get_tensor(do_layout.outer, swizzle=do_layout.inner)
+        s_keys = storage.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        s_values = storage.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        # A thread's columns of a row of statistics: 2 * (lane % 4) + {0, 1} + 8 * j.
+        by_column = cute.make_layout(
+            (2, 4, self.tile_m // 8, self.stages), stride=(1, 2, 8, self.tile_m)
+        )
+        s_lse = cute.make_tensor(storage.lse.data_ptr(), by_column)
+        s_delta = cute.make_tensor(storage.delta.data_ptr(), by_column)
+
+        if warp_index == 0:
+            for atom in (q_atom, k_atom, v_atom, do_atom, dk_atom, dv_atom):
+                cpasync.prefetch_descriptor(atom)
+
+        # One warp produces; one lane of every consuming warp says that a stage is free.
+        def make_pipeline(barriers: Any, stages: int, size: int) -> Any:
+            return pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS // WARP),
+                tx_count=size,
+                defer_sync=True,
+            )
+
+        # With its rows a stage holds one statistic of each.
+        pipelines = Pipelines(
+            query=make_pipeline(
+                storage.q_barriers, self.stages, self.tile_m * (2 * self.head_dim + 4)
+            ),
+            dout=make_pipeline(
+                storage.do_barriers, self.stages, self.tile_m * (2 * self.value_head_dim + 4)
+            ),
+            key=make_pipeline(storage.k_barriers, 1, self.tile_n * 2 * self.head_dim),
+            value=make_pipeline(storage.v_barriers, 1, self.tile_n * 2 * self.value_head_dim),
+        )
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        schedule = Schedule(
+            query_shape=q_coords.shape,
+            key_shape=k_coords.shape,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            window_left=window_left,
+            window_right=window_right,
+            group=group,
+            kv_repeat=kv_repeat,
+            kv_inner=kv_inner,
+            counters=counters,
+        )
+        if warp_index < WARPGROUP // WARP:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp_index == 0:
+                self.produce(
+                    (q_atom, q_coords, s_queries),
+                    (k_atom, k_coords, s_keys),
+                    (v_atom, v_coords, s_values),
+                    (do_atom, do_coords, s_douts),
+                    (lse, s_lse),
+                    (delta, s_delta),
+                    pipelines,
+                    schedule,
+                )
+            if warp_index == REDUCE_WARP:
+                self.add_dquery(dquery, storage.dquery.data_ptr(), schedule)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consume(
+                (s_queries, s_keys, s_values, s_douts, s_ds),
+                (s_lse, s_delta),
+                storage.dquery.data_ptr(),
+                (dk_atom, dk_coords),
+                (dv_atom, dv_coords),
+                scale,
+                pipelines,
+                schedule,
+            )
+
+    # Schedule --------------------------------------------------------------------------------------------
+
+    def block(self, schedule: Schedule) -> Block:
+        """The keys of this CTA. Blocks of a head are neighbours: they share its query rows in L2.
+
+        The first blocks of a causal head see the most queries, and begin. Sums in a fixed order begin with
+        the last block instead: it adds to a query tile before those that wait for it are started.
+        """
+        key_rows, _, heads, _ = schedule.key_shape
+        count = cute.ceil_div(key_rows, self.tile_n)
+        cta = cute.arch.block_idx()[0]
+        place, index = cta // count, cta % count
+        index = cutlass.select_(schedule.counters != 0, count - 1 - index, index)
+        return Block(index=index, head=place % heads, batch=place // heads)
+
+    def locate(self, schedule: Schedule, block: Block, sharer: Int32) -> tuple[Work, blocks.QueryRange]:
+        """The query head number `sharer` of those that share a block's keys, and the tiles that see them."""
+        query_rows, _, _, _ = schedule.query_shape
+        key_rows = schedule.key_shape[0]
+        repeat, in_group = sharer // schedule.group, sharer % schedule.group
+        inner = schedule.kv_inner
+        batch = (block.batch // inner * schedule.kv_repeat + repeat) * inner + block.batch % inner
+        work = Work(
+            first_key=block.index * self.tile_n,
+            batch=batch,
+            head=block.head * schedule.group + in_group,
+            query_length=self.sequence_length(schedule.query_lengths, batch, query_rows),
+            key_length=self.sequence_length(schedule.key_lengths, batch, key_rows),
+            window_left=schedule.window_left,
+            window_right=schedule.window_right,
+        )
+        visited = blocks.query_range(
+            work.first_key,
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            query_length=work.query_length,
+            key_length=work.key_length,
+            left=schedule.window_left if self.has_left else None,
+            right=self._right_bound(work),
+        )
+        return work, visited
+
+    @cute.jit
+    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
+        """How many of the `extent` rows of an array the sequence of a batch fills."""
+        length = extent
+        if lengths != 0:
+            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
+            length = cute.arch.load(stored + batch, Int32)
+            length = blocks.minimum(blocks.maximum(length, 0), extent)
+        return length
+
+    def _right_bound(self, work: Work) -> Any:
+        """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
+        return {"none": None, "causal": 0, "window": work.window_right}[self.config.mask]
+
+    def tile_number(self, schedule: Schedule, work: Work, tile: Int32) -> Int32:
+        """The place of a query tile among those of all heads."""
+        rows, _, heads, _ = schedule.query_shape
+        return (work.batch * heads + work.head) * cute.ceil_div(rows, self.tile_m) + tile
+
+    # Producer --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(
+        self,
+        query: tuple,
+        key: tuple,
+        value: tuple,
+        dout: tuple,
+        lse: tuple,
+        delta: tuple,
+        pipelines: Pipelines,
+        schedule: Schedule,
+    ):
+        """Load the CTA's keys and values, then the rows of every step with their statistics.
+
+        Run by one whole warp: a TMA copy elects its issuing lane itself.
+        """
+        producer = pipeline.PipelineUserType.Producer
+        block = self.block(schedule)
+        place = (None, None, block.head, block.batch)
+        once = pipeline.make_pipeline_state(producer, 1)
+        for operand, tile, stages in (
+            (key, self._key_tile, pipelines.key),
+            (value, self._value_tile, pipelines.value),
+        ):
+            atom, shared, in_global = self._tma_tiles(operand, place, tile)
+            stages.producer_acquire(once)
+            cute.copy(
+                atom, in_global[None, block.index], shared[None, 0], tma_bar_ptr=stages.producer_get_barrier(once)
+            )
+
+        state = pipeline.make_pipeline_state(producer, self.stages)
+        for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
+            work, visited = self.locate(schedule, block, sharer)
+            rows = (None, None, work.head, work.batch)
+            queries = self._tma_tiles(query, rows, self._query_tile)
+            douts = self._tma_tiles(dout, rows, self._dout_tile)
+            for step in cutlass.range(visited.stop - visited.start, unroll=1):
+                tile = visited.start + step
+                number = self.tile_number(schedule, work, tile)
+                self.load(queries, lse, tile, number, pipelines.query, state)
+                self.load(douts, delta, tile, number, pipelines.dout, state)
+                state.advance()
+
+    def load(self, tiles: tuple, statistic: tuple, tile: Int32, number: Int32, stages: Any, state: Any) -> None:
+        """Wait for the stage to be free, then start the copies of a tile and of its rows' statistic."""
+        atom, shared, in_global = tiles
+        statistics, s_statistics = statistic
+        stages.producer_acquire(state)
+        barrier = stages.producer_get_barrier(state)
+        cute.copy(atom, in_global[None, tile], shared[None, state.index], tma_bar_ptr=barrier)
+        source = (statistics + Int64(number) * self.tile_m).toint()
+        target = (s_statistics.iterator + state.index * self.tile_m).toint()
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[Int32(target), Int64(source), Int32(4 * self.tile_m), Int32(barrier.toint())],
+            )
+
+    def _tma_tiles(self, operand: tuple, place: tuple, tile: tuple[int, int]) -> tuple[Any, Any, Any]:
+        """The copy atom of an operand, its shared stages and the tiles of one head, indexed in mode 1."""
+        atom, coords, shared = operand
+        tiles = cute.local_tile(coords[place], tile, (None, 0))
+        views = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        return (atom, *views)
+
+    # Sums of dQ ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def add_dquery(self, dquery: cute.Pointer, shared: cute.Pointer, schedule: Schedule):
+        """Add each step's dQ to global memory: one bulk copy for each warpgroup's half of the tile.
+
+        A tile is in the order in which threads hold it, so that neither they nor this copy meet a bank
+        conflict: see `store_dquery`. Whoever reads the sums puts them in rows.
+        """
+        half = self.tile_m * self.head_dim // 2
+        block = self.block(schedule)
+        for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
+            work, visited = self.locate(schedule, block, sharer)
+            for step in cutlass.range(visited.stop - visited.start, unroll=1):
+                tile = visited.start + step
+                number = self.tile_number(schedule, work, tile)
+                # The copies of the step before have read the tile.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                for wg in cutlass.range_constexpr(2):
+                    cute.arch.barrier_arrive(
+                        barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP
+                    )
+                if schedule.counters != 0:
+                    before = (
+                        blocks.last_block(
+                            tile * self.tile_m,
+                            tile_m=self.tile_m,
+                            tile_n=self.tile_n,
+                            query_length=work.query_length,
+                            key_length=work.key_length,
+                            right=self._right_bound(work),
+                        )
+                        - block.index
+                    )
+                    self.await_turn(schedule.counters + Int64(number) * 4, before)
+                for wg in cutlass.range_constexpr(2):
+                    cute.arch.barrier(
+                        barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP
+                    )
+                    source = (shared + wg * half).toint()
+                    target = (dquery + (Int64(number) * 2 + wg) * half).toint()
+                    with cute.arch.elect_one():
+                        cute.arch.inline_ptx(
+                            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+                            "[{$r0}], [{$r1}], {$r2};",
+                            read_only_args=[Int64(target), Int32(source), Int32(4 * half)],
+                        )
+                    cute.arch.cp_async_bulk_commit_group()
+                if schedule.counters != 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
+                    cute.arch.sync_warp()
+                    self.pass_turn(schedule.counters + Int64(number) * 4)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def await_turn(self, counter: Int64, before: Int32):
+        """Wait until as many blocks have added to a tile as come before this one."""
+        seen = Int32(-1)
+        while seen < before:
+            seen = cute.arch.inline_ptx(
+                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter]
+            )
+        cute.arch.sync_warp()
+
+    def pass_turn(self, counter: Int64) -> None:
+        """Say that this block has added to a tile."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
+                read_only_args=[counter, Int32(1)],
+            )
+
+    # Consumers -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(
+        self,
+        shared: tuple,
+        statistics: tuple,
+        s_dquery: cute.Pointer,
+        dkey: tuple,
+        dvalue: tuple,
+        scale_pointer: cute.Pointer,
+        pipelines: Pipelines,
+        schedule: Schedule,
+    ):
+        """Compute dK and dV of 64 keys, and the dQ tiles of every step together with the other warpgroup."""
+        s_queries, s_keys, s_values, s_douts, s_ds = shared
+        s_lse, s_delta = statistics
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg, warp_in_group = warp_index // 4 - 1, warp_index % 4
+        lane = thread % WARP
+        quad = lane % 4
+
+        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        # The first step of a matmul that overwrites its accumulator, and the others.
+        st = tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in (False, True))
+        dq = tuple(
+            self._matmul(self.dq_columns, a="columns", b_major=mn_major, accumulate=x) for x in (False, True)
+        )
+        dk = self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True)
+        dv = self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True)
+
+        own = (WARPGROUP_ROWS, self.head_dim)
+        frag_k = st[0].make_fragment_A(
+            st[0].get_slice(0).partition_A(cute.local_tile(s_keys[None, None, 0], own, (None, 0)))
+        )[None, None, None, wg]
+        own = (WARPGROUP_ROWS, self.value_head_dim)
+        frag_v = st[0].make_fragment_A(
+            st[0].get_slice(0).partition_A(cute.local_tile(s_values[None, None, 0], own, (None, 0)))
+        )[None, None, None, wg]
+        frag_q = st[0].make_fragment_B(st[0].get_slice(0).partition_B(s_queries))
+        frag_do = st[0].make_fragment_B(st[0].get_slice(0).partition_B(s_douts))
+        frag_qt = dk.make_fragment_B(dk.get_slice(0).partition_B(transposed(s_queries)))
+        frag_dot = dv.make_fragment_B(dv.get_slice(0).partition_B(transposed(s_douts)))
+        # dQ: all keys are summed over. Of A a warpgroup takes its rows, or of B its columns.
+        a_tiles = cute.local_tile(transposed(s_ds), (WARPGROUP_ROWS, self.tile_n), (None, 0, None))
+        b_tiles = cute.local_tile(
+            transposed(s_keys)[None, None, 0], (self.dq_columns, self.tile_n), (None, 0)
+        )
+        a_tile, b_tile = (wg, 0) if cutlass.const_expr(self.dq_by_rows) else (0, wg)
+        frag_ds = dq[0].make_fragment_A(dq[0].get_slice(0).partition_A(a_tiles))[
+            None, None, None, a_tile, None
+        ]
+        frag_kt = dq[0].make_fragment_B(dq[0].get_slice(0).partition_B(b_tiles))[None, None, None, b_tile]
+
+        scores = cute.make_rmem_tensor(st[0].partition_shape_C((WARPGROUP_ROWS, self.tile_m)), Float32)
+        products = cute.make_rmem_tensor(st[0].partition_shape_C((WARPGROUP_ROWS, self.tile_m)), Float32)
+        acc_dk = cute.make_rmem_tensor(dk.partition_shape_C((WARPGROUP_ROWS, self.head_dim)), Float32)
+        acc_dv = cute.make_rmem_tensor(dv.partition_shape_C((WARPGROUP_ROWS, self.value_head_dim)), Float32)
+        acc_dq = cute.make_rmem_tensor(dq[0].partition_shape_C((WARPGROUP_ROWS, self.dq_columns)), Float32)
+        acc_dk.fill(0.0)
+        acc_dv.fill(0.0)
+        # 64 x tile_m weights and their cotangents, rounded, as A operands and two to a register.
+        p_pairs = cute.make_rmem_tensor(self.tile_m // 4, Uint32)
+        ds_pairs = cute.make_rmem_tensor(self.tile_m // 4, Uint32)
+        a_layout = cute.make_layout(((2, 2, 2), 1, self.tile_m // 16))
+        weights = cute.make_tensor(cute.recast_ptr(p_pairs.iterator, dtype=self.dtype), a_layout)
+        dweights = cute.make_tensor(cute.recast_ptr(ds_pairs.iterator, dtype=self.dtype), a_layout)
+        ds_rounded = cute.make_tensor(cute.recast_ptr(ds_pairs.iterator, dtype=self.dtype), scores.layout)
+        save = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), st[0]
+        ).get_slice(thread)
+        ds_tiles = cute.local_tile(s_ds, (WARPGROUP_ROWS, self.tile_m), (None, 0, None))
+
+        scale = cute.arch.load(scale_pointer, Float32)
+        factor = scale * LOG2_E
+        block = self.block(schedule)
+        key_in_block = wg * WARPGROUP_ROWS + thread // WARP * 16 + lane // 4
+
+        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        pipelines.key.consumer_wait(once)
+        pipelines.value.consumer_wait(once)
+        # q_next and q_state are the query stages to wait for and to release.
+        q_next = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        parity = Int32(0)
+
+        for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
+            work, visited = self.locate(schedule, block, sharer)
+            key_index = work.first_key + key_in_block
+            if cutlass.const_expr(True):
+                self.clear_keys(s_keys, s_values, work, schedule)
+            count = visited.stop - visited.start
+            if count > 0:
+                if cutlass.const_expr(self.prefetch):
+                    pipelines.query.consumer_wait(q_next)
+                    self.clear_rows(s_queries, q_next.index, visited.start, work, schedule, self.head_dim)
+                    self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
+                    q_next.advance()
+                    # In flight into a loop, they would have the assembler serialise every matmul.
+                    warpgroup.wait_group(0)
+                # So would a branch around a matmul: the last step, which prefetches none, is code of its own.
+                for prefetch, first, steps in (
+                    ((True, visited.start, count - 1), (False, visited.stop - 1, 1))
+                    if self.prefetch
+                    else ((False, visited.start, count),)
+                ):
+                    for step in cutlass.range(steps, unroll=1):
+                        tile = first + step
+                        if cutlass.const_expr(not self.prefetch):
+                            pipelines.query.consumer_wait(q_next)
+                            self.clear_rows(s_queries, q_next.index, tile, work, schedule, self.head_dim)
+                            self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
+                            q_next.advance()
+                        pipelines.dout.consumer_wait(do_state)
+                        self.clear_rows(s_douts, do_state.index, tile, work, schedule, self.value_head_dim)
+                        self.issue(st, products, frag_v, frag_do[None, None, None, do_state.index])
+                        warpgroup.wait_group(1)
+                        if cutlass.const_expr(self.prefetch):
+                            if tile > visited.start:
+                                # dK of the step before has ended too.
+                                pipelines.query.consumer_release(q_state)
+                                q_state.advance()
+
+                        self.exponentiate(scores, s_lse, quad, q_state.index, factor)
+                        if self.is_masked(tile, visited):
+                            self.apply_mask(scores, work, key_index, tile * self.tile_m + 2 * quad)
+                        for i in cutlass.range_constexpr(cute.size(p_pairs)):
+                            p_pairs[i] = self.pack(scores[2 * i], scores[2 * i + 1])
+                        self.issue_from_registers(
+                            dv, acc_dv, weights, frag_dot[None, None, None, do_state.index]
+                        )
+                        if cutlass.const_expr(self.prefetch):
+                            # With dV in flight as well, registers would run out.
+                            warpgroup.wait_group(0)
+                            if cutlass.const_expr(prefetch):
+                                pipelines.query.consumer_wait(q_next)
+                                self.clear_rows(
+                                    s_queries, q_next.index, tile + 1, work, schedule, self.head_dim
+                                )
+                                self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
+                                q_next.advance()
+                        else:
+                            warpgroup.wait_group(1)
+                        self.cotangents(weights, products, ds_pairs, s_delta, quad, do_state.index)
+                        cute.copy(
+                            save,
+                            save.retile(ds_rounded),
+                            save.partition_D(ds_tiles[None, None, wg, parity]),
+                        )
+                        cute.arch.fence_view_async_shared()
+                        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+                        if cutlass.const_expr(not self.prefetch):
+                            warpgroup.wait_group(0)
+                        pipelines.dout.consumer_release(do_state)
+                        do_state.advance()
+                        self.issue(dq, acc_dq, frag_ds[None, None, None, parity], frag_kt)
+                        self.issue_from_registers(
+                            dk, acc_dk, dweights, frag_qt[None, None, None, q_state.index]
+                        )
+                        # All but dK.
+                        warpgroup.wait_group(1)
+                        parity = 1 - parity
+                        self.store_dquery(acc_dq, s_dquery, wg, thread)
+                        if cutlass.const_expr(not prefetch):
+                            warpgroup.wait_group(0)
+                            pipelines.query.consumer_release(q_state)
+                            q_state.advance()
+
+        # The other warpgroup has read this one's keys, whose place dK takes.
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+        for i in cutlass.range_constexpr(cute.size(acc_dk)):
+            acc_dk[i] = acc_dk[i] * scale
+        self.store_rows(dk, acc_dk, s_keys, dkey, self.head_dim, block, wg, thread)
+        self.store_rows(dv, acc_dv, s_values, dvalue, self.value_head_dim, block, wg, thread)
+        if warp_in_group == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def issue(self, matmuls: tuple, acc: Any, frag_a: Any, frag_b: Any) -> None:
+        """Start acc = A B, both in shared memory."""
+        overwrite, accumulate = matmuls
+        acc.fill(0.0)
+        warpgroup.fence()
+        for k in range(cute.size(frag_a.shape[2])):
+            cute.gemm(
+                overwrite if k == 0 else accumulate, acc, frag_a[None, None, k], frag_b[None, None, k], acc
+            )
+        warpgroup.commit_group()
+
+    def issue_from_registers(self, matmul: Any, acc: Any, registers: Any, frag_b: Any) -> None:
+        """Start acc += A B, with A in registers."""
+        warpgroup.fence()
+        for k in range(cute.size(frag_b.shape[2])):
+            cute.gemm(matmul, acc, registers[None, None, k], frag_b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    def is_masked(self, tile: Int32, visited: blocks.QueryRange) -> Any:
+        """Whether a bound or the end of the keys crosses a query tile."""
+        masked = tile < visited.right_masked
+        return cutlass.Boolean(masked) | cutlass.Boolean(tile >= visited.left_masked) if self.has_left else masked
+
+    def exponentiate(self, scores: Any, s_lse: Any, quad: Int32, stage: Int32, factor: Float32) -> None:
+        """Turn scores into weights, in place."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        for j in range(self.tile_m // 8):
+            cute.autovec_copy(s_lse[None, quad, j, stage], pair)
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * j + 2 * r + c
+                    scores[i] = cute.arch.exp2(scores[i] * factor - pair[c])
+
+    def apply_mask(self, weights: Any, work: Work, key_index: Int32, origin: Int32) -> None:
+        """Set weights of the thread's two keys, and of queries that do not see them, to 0.
+
+        `origin`: the query at the thread's first column of the tile.
+        """
+        above, below = [], []
+        for r in range(2):
+            index = key_index + 8 * r
+            # Query i sees the key iff first <= i <= index - offset + left.
+            base = index - (work.key_length - work.query_length)
+            right = self._right_bound(work)
+            first = Int32(0) if right is None else base - right
+            above.append(cutlass.select_(index < work.key_length, first, Int32(FAR)) - origin)
+            if self.has_left:
+                below.append(base + work.window_left + 1 - origin)
+        mask.apply_r2p(weights, below=tuple(below), above=tuple(above), hidden=0.0)
+
+    def cotangents(
+        self, weights: Any, products: Any, pairs: Any, s_delta: Any, quad: Int32, stage: Int32
+    ) -> None:
+        """dS = P * (dP - delta), rounded. P is the rounded one: the other's registers hold scores again."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        for j in range(self.tile_m // 8):
+            cute.autovec_copy(s_delta[None, quad, j, stage], pair)
+            for r in range(2):
+                i = 4 * j + 2 * r
+                pairs[2 * j + r] = self.pack(
+                    weights[i].to(Float32) * (products[i] - pair[0]),
+                    weights[i + 1].to(Float32) * (products[i + 1] - pair[1]),
+                )
+
+    def pack(self, low: Float32, high: Float32) -> Uint32:
+        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
+        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[self.config.dtype]
+        return cute.arch.inline_ptx(
+            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[high, low],
+        )
+
+    def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32) -> None:
+        """Hand this warpgroup's part of dQ to `add_dquery`.
+
+        Four columns of a row at a time, [j: columns / 16][r: 2][thread: 128][4]: those of thread t are row
+        16 * (t // 32) + 8 * r + t % 32 // 4 and columns 16 * j + 2 * (t % 4) + {0, 1, 8, 9}.
+        """
+        groups = self.dq_columns // 16
+        target = cute.make_tensor(
+            shared + wg * (WARPGROUP_ROWS * self.dq_columns),
+            cute.make_layout((4, WARPGROUP, 2 * groups), stride=(1, 4, 4 * WARPGROUP)),
+        )
+        four = cute.make_rmem_tensor(4, Float32)
+        cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP)
+        for j in range(groups):
+            for r in range(2):
+                for e in range(4):
+                    four[e] = acc[8 * j + 4 * (e // 2) + 2 * r + e % 2]
+                cute.autovec_copy(four, target[None, thread, 2 * j + r])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
+
+    @cute.jit
+    def clear_keys(self, s_keys: cute.Tensor, s_values: cute.Tensor, work: Work, schedule: Schedule):
+        """Set keys and values beyond the sequence to 0: times their weights of 0, NaN would stay NaN."""
+        if work.first_key + self.tile_n > work.key_length and work.key_length < schedule.key_shape[0]:
+            first = blocks.maximum(work.key_length - work.first_key, 0)
+            self.clear(s_keys.iterator, self.tile_n, self.head_dim, first)
+            self.clear(s_values.iterator, self.tile_n, self.value_head_dim, first)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def clear_rows(
+        self,
+        s_rows: cute.Tensor,
+        stage: Int32,
+        tile: Int32,
+        work: Work,
+        schedule: Schedule,
+        width: cutlass.Constexpr,
+    ):
+        """Set rows of a query or dout tile beyond the sequence to 0, for the same reason."""
+        end = tile * self.tile_m + self.tile_m
+        if end > work.query_length and work.query_length < schedule.query_shape[0]:
+            first = blocks.maximum(work.query_length - tile * self.tile_m, 0)
+            self.clear(s_rows[None, None, stage].iterator, self.tile_m, width, first)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def clear(
+        self, tile: cute.Pointer, rows: cutlass.Constexpr, width: cutlass.Constexpr, first: Int32
+    ):
+        """Set rows from `first` on to 0. A tile is a row of boxes; in each a row stays in its place."""
+        box_words = box_columns(width) // 2
+        words = cute.make_tensor(
+            cute.recast_ptr(tile, dtype=Uint32), cute.make_layout(rows * width // 2)
+        )
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        for box in cutlass.range_constexpr(width // box_columns(width)):
+            start = box * rows * box_words + first * box_words
+            count = (rows - first) * box_words
+            for step in cutlass.range((count - thread + CONSUMERS - 1) // CONSUMERS, unroll=1):
+                words[start + step * CONSUMERS + thread] = Uint32(0)
+
+    def store_rows(
+        self,
+        matmul: Any,
+        acc: Any,
+        s_rows: Any,
+        target: tuple,
+        width: int,
+        block: Block,
+        wg: Int32,
+        thread: Int32,
+    ) -> None:
+        """Round 64 rows of dK or dV into shared memory and start their store."""
+        pairs = cute.make_rmem_tensor(cute.size(acc) // 2, Uint32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = self.pack(acc[2 * i], acc[2 * i + 1])
+        rounded = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=self.dtype), acc.layout)
+        save = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), matmul
+        ).get_slice(thread)
+        tiles = cute.local_tile(s_rows[None, None, 0], (WARPGROUP_ROWS, width), (None, 0))
+        cute.copy(save, save.retile(rounded), save.partition_D(tiles[None, None, wg]))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP)
+        self.start_store(target, tiles, width, block, wg)
+
+    @cute.jit
+    def start_store(
+        self,
+        target: tuple,
+        tiles: cute.Tensor,
+        width: cutlass.Constexpr,
+        block: Block,
+        wg: Int32,
+    ):
+        """Start the TMA store of a warpgroup's 64 rows."""
+        atom, coords = target
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            place = (None, None, block.head, block.batch)
+            _, s_view, g_view = self._tma_tiles((atom, coords, tiles), place, (WARPGROUP_ROWS, width))
+            cute.copy(atom, s_view[None, wg], g_view[None, block.index * 2 + wg])
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def transposed(tiles: Any) -> Any:
+    """Staged row-major tiles seen as column-major ones."""
+    return cute.make_tensor(tiles.iterator, cute.select(tiles.layout, mode=[1, 0, 2]))
