@@ -1,12 +1,16 @@
-// The XLA FFI handlers of the attention-forward call; jax_r2p/_ffi.py has its name, which changes with their
-// signature. They only translate: buffers and attributes into a LaunchRequest, a Status into an ffi::Error.
+// The XLA FFI handlers of the attention calls; jax_r2p/_ffi.py has their names, which change with their
+// signatures. They only translate: buffers and attributes into a request, a Status into an ffi::Error.
 
 #include <cstdint>
 #include <string_view>
 
+#include "attention.h"
+#include "backward.h"
 #include "c_api.h"
+#include "forward.h"
 #include "launch.h"
 #include "status.h"
+#include "tensor.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -26,6 +30,8 @@ static_assert(static_cast<int>(R2P_BF16) == static_cast<int>(XLA_FFI_DataType_BF
 // The headers define the handlers without saying that they are exported.
 extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_initialize(XLA_FFI_CallFrame* call_frame);
 extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_execute(XLA_FFI_CallFrame* call_frame);
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_backward_initialize(XLA_FFI_CallFrame* call_frame);
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_backward_execute(XLA_FFI_CallFrame* call_frame);
 
 namespace jax_r2p {
 namespace {
@@ -47,6 +53,25 @@ Tensor ToTensor(const char* name, const ffi::AnyBuffer& buffer) {
                 dims.size()};
 }
 
+AttentionCall ToCall(CUstream stream, const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& scale,
+                     const ffi::AnyBuffer& query_lengths, const ffi::AnyBuffer& key_lengths,
+                     std::string_view variant, int32_t window_left, int32_t window_right, int64_t kv_repeat,
+                     int64_t kv_inner) {
+  return AttentionCall{variant,
+                       ToTensor("query", query),
+                       ToTensor("key", key),
+                       ToTensor("value", value),
+                       ToTensor("scale", scale),
+                       ToTensor("query_lengths", query_lengths),
+                       ToTensor("key_lengths", key_lengths),
+                       window_left,
+                       window_right,
+                       kv_repeat,
+                       kv_inner,
+                       stream};
+}
+
 ffi::Error Initialize(CUstream stream, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   return ToError(WithoutExceptions([&]() -> Status {
     const ffi::ErrorOr<std::string_view> variant = attributes.get<std::string_view>("variant");
@@ -60,9 +85,15 @@ ffi::Error Initialize(CUstream stream, ffi::RemainingArgs, ffi::RemainingRets, f
 }  // namespace
 }  // namespace jax_r2p
 
-// XLA runs this before each run of an executable, on each device, and before it captures a command buffer.
+// XLA runs these before each run of an executable, on each device, and before it captures a command buffer.
 // API 0.1 wants a handler of any stage to take all arguments, results and attributes of the call.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_initialize, jax_r2p::Initialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_initialize, jax_r2p::Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
                                   .RemainingArgs()
@@ -72,16 +103,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_initialize, jax_r2p::Ini
 namespace jax_r2p {
 namespace {
 
-ffi::Error Execute(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                   ffi::AnyBuffer scale, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse, std::string_view variant,
-                   int32_t window_left, int32_t window_right, int64_t kv_repeat, int64_t kv_inner) {
+ffi::Error ExecuteForward(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                          ffi::AnyBuffer scale, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
+                          ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                          std::string_view variant, int32_t window_left, int32_t window_right,
+                          int64_t kv_repeat, int64_t kv_inner) {
   return ToError(WithoutExceptions([&] {
-    return Launch(
-        LaunchRequest{variant, ToTensor("query", query), ToTensor("key", key), ToTensor("value", value),
-                      ToTensor("scale", scale), ToTensor("query_lengths", query_lengths),
-                      ToTensor("key_lengths", key_lengths), ToTensor("out", *out), ToTensor("lse", *lse),
-                      window_left, window_right, kv_repeat, kv_inner, stream});
+    const AttentionCall call = ToCall(stream, query, key, value, scale, query_lengths, key_lengths, variant,
+                                      window_left, window_right, kv_repeat, kv_inner);
+    return LaunchForward(ForwardRequest{call, ToTensor("out", *out), ToTensor("lse", *lse)});
   }));
 }
 
@@ -91,7 +121,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ff
 // Every buffer is bound as AnyBuffer, so that a wrong dtype or rank is reported by the launcher, with the
 // name of the argument. The trait holds: what is launched depends on shapes, attributes and addresses, never
 // on contents, and nothing is allocated or waited for.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_execute, jax_r2p::Execute,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_execute, jax_r2p::ExecuteForward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
                                   .Arg<ffi::AnyBuffer>()  // query
@@ -102,6 +132,57 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_execute, jax_r2p::Execut
                                   .Arg<ffi::AnyBuffer>()  // key_lengths
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Ret<ffi::AnyBuffer>()  // lse
+                                  .Attr<std::string_view>("variant")
+                                  .Attr<int32_t>("window_left")
+                                  .Attr<int32_t>("window_right")
+                                  .Attr<int64_t>("kv_repeat")
+                                  .Attr<int64_t>("kv_inner"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_r2p {
+namespace {
+
+ffi::Error ExecuteBackward(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                           ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
+                           ffi::AnyBuffer scale, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
+                           ffi::AnyBuffer dquery_zeros, ffi::AnyBuffer counters_zeros,
+                           ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
+                           ffi::Result<ffi::AnyBuffer> dvalue, ffi::Result<ffi::AnyBuffer> counters,
+                           std::string_view variant, int32_t window_left, int32_t window_right,
+                           int64_t kv_repeat, int64_t kv_inner) {
+  return ToError(WithoutExceptions([&] {
+    const AttentionCall call = ToCall(stream, query, key, value, scale, query_lengths, key_lengths, variant,
+                                      window_left, window_right, kv_repeat, kv_inner);
+    return LaunchBackward(BackwardRequest{call, ToTensor("dout", dout), ToTensor("lse", lse),
+                                          ToTensor("delta", delta), ToTensor("dquery_zeros", dquery_zeros),
+                                          ToTensor("counters_zeros", counters_zeros),
+                                          ToTensor("dquery", *dquery), ToTensor("dkey", *dkey),
+                                          ToTensor("dvalue", *dvalue), ToTensor("counters", *counters)});
+  }));
+}
+
+}  // namespace
+}  // namespace jax_r2p
+
+// As above. The results dquery and counters are the memory of the operands that hold their zeros.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_execute, jax_r2p::ExecuteBackward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Arg<ffi::AnyBuffer>()  // query
+                                  .Arg<ffi::AnyBuffer>()  // key
+                                  .Arg<ffi::AnyBuffer>()  // value
+                                  .Arg<ffi::AnyBuffer>()  // dout
+                                  .Arg<ffi::AnyBuffer>()  // lse
+                                  .Arg<ffi::AnyBuffer>()  // delta
+                                  .Arg<ffi::AnyBuffer>()  // scale
+                                  .Arg<ffi::AnyBuffer>()  // query_lengths
+                                  .Arg<ffi::AnyBuffer>()  // key_lengths
+                                  .Arg<ffi::AnyBuffer>()  // dquery_zeros
+                                  .Arg<ffi::AnyBuffer>()  // counters_zeros
+                                  .Ret<ffi::AnyBuffer>()  // dquery
+                                  .Ret<ffi::AnyBuffer>()  // dkey
+                                  .Ret<ffi::AnyBuffer>()  // dvalue
+                                  .Ret<ffi::AnyBuffer>()  // counters
                                   .Attr<std::string_view>("variant")
                                   .Attr<int32_t>("window_left")
                                   .Attr<int32_t>("window_right")

@@ -5,9 +5,14 @@
 #include <string>
 #include <utility>
 
+#include "attention.h"
+#include "backward.h"
 #include "cubin.h"
+#include "forward.h"
 #include "launch.h"
+#include "parameters.h"
 #include "status.h"
+#include "tensor.h"
 #include "tensor_map.h"
 
 namespace jax_r2p {
@@ -56,18 +61,19 @@ Status CheckField(const R2pVariant& variant, const char* field, int64_t value, i
 
 Status CheckParameters(const R2pVariant& variant) {
   const auto describe = [](const char* name, size_t size) { return Text(name, " of ", size, " bytes"); };
-  if (variant.parameter_count != ParameterCount()) {
-    return InvalidArgument("variant '", variant.name, "', parameters: expected ", ParameterCount(), "; got ",
+  const ParameterList expected = ParametersOf(static_cast<R2pRole>(variant.role));
+  if (variant.parameter_count != expected.count) {
+    return InvalidArgument("variant '", variant.name, "', parameters: expected ", expected.count, "; got ",
                            variant.parameter_count);
   }
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.parameters", variant.parameters));
   for (size_t i = 0; i < variant.parameter_count; ++i) {
     const R2pParameter& parameter = variant.parameters[i];
     R2P_RETURN_IF_ERROR(CheckNotNull("variant.parameters.name", parameter.name));
-    if (std::strcmp(parameter.name, ParameterName(i)) != 0 || parameter.size != ParameterSize(i)) {
+    const auto& [name, size] = expected.entries[i];
+    if (std::strcmp(parameter.name, name) != 0 || parameter.size != size) {
       return InvalidArgument("variant '", variant.name, "', parameter ", i, ": expected ",
-                             describe(ParameterName(i), ParameterSize(i)), "; got ",
-                             describe(parameter.name, parameter.size));
+                             describe(name, size), "; got ", describe(parameter.name, parameter.size));
     }
   }
   return Status();
@@ -79,6 +85,10 @@ Status AddVariantFromC(const R2pVariant* variant) {
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.name", variant->name));
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.entry", variant->entry));
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.cubin", variant->cubin));
+  if (variant->role != R2P_FORWARD && variant->role != R2P_BACKWARD) {
+    return InvalidArgument("variant '", variant->name, "', role: expected ", R2P_FORWARD, " (forward) or ",
+                           R2P_BACKWARD, " (backward); got ", variant->role);
+  }
   if (variant->dtype != R2P_BF16 && variant->dtype != R2P_F16) {
     return InvalidArgument("variant '", variant->name, "', dtype: expected ", R2P_BF16, " (bfloat16) or ",
                            R2P_F16, " (float16); got ", variant->dtype);
@@ -100,6 +110,7 @@ Status AddVariantFromC(const R2pVariant* variant) {
   copy.name = variant->name;
   copy.entry = variant->entry;
   copy.cubin.assign(static_cast<const char*>(variant->cubin), variant->cubin_size);
+  copy.role = static_cast<R2pRole>(variant->role);
   copy.dtype = variant->dtype;
   copy.head_dim = variant->head_dim;
   copy.value_head_dim = variant->value_head_dim;
@@ -130,26 +141,50 @@ Status ToTensor(const char* name, const R2pTensor& from, Tensor* to) {
   return Status();
 }
 
+// The fields that R2pLaunch and R2pBackward share.
+template <typename FromC>
+Status ToCall(const FromC& from, AttentionCall* call) {
+  R2P_RETURN_IF_ERROR(CheckNotNull("launch.variant", from.variant));
+  call->variant = from.variant;
+  R2P_RETURN_IF_ERROR(ToTensor("query", from.query, &call->query));
+  R2P_RETURN_IF_ERROR(ToTensor("key", from.key, &call->key));
+  R2P_RETURN_IF_ERROR(ToTensor("value", from.value, &call->value));
+  R2P_RETURN_IF_ERROR(ToTensor("scale", from.scale, &call->scale));
+  R2P_RETURN_IF_ERROR(ToTensor("query_lengths", from.query_lengths, &call->query_lengths));
+  R2P_RETURN_IF_ERROR(ToTensor("key_lengths", from.key_lengths, &call->key_lengths));
+  call->window_left = from.window_left;
+  call->window_right = from.window_right;
+  call->kv_repeat = from.kv_repeat;
+  call->kv_inner = from.kv_inner;
+  call->stream = static_cast<CUstream>(from.stream);
+  return Status();
+}
+
 Status LaunchFromC(const R2pLaunch* launch) {
   R2P_RETURN_IF_ERROR(CheckNotNull("launch", launch));
   R2P_RETURN_IF_ERROR(CheckStructSize("R2pLaunch", sizeof(R2pLaunch), launch->struct_size));
-  R2P_RETURN_IF_ERROR(CheckNotNull("launch.variant", launch->variant));
-  LaunchRequest request = {};
-  request.variant = launch->variant;
-  R2P_RETURN_IF_ERROR(ToTensor("query", launch->query, &request.query));
-  R2P_RETURN_IF_ERROR(ToTensor("key", launch->key, &request.key));
-  R2P_RETURN_IF_ERROR(ToTensor("value", launch->value, &request.value));
-  R2P_RETURN_IF_ERROR(ToTensor("scale", launch->scale, &request.scale));
-  R2P_RETURN_IF_ERROR(ToTensor("query_lengths", launch->query_lengths, &request.query_lengths));
-  R2P_RETURN_IF_ERROR(ToTensor("key_lengths", launch->key_lengths, &request.key_lengths));
+  ForwardRequest request = {};
+  R2P_RETURN_IF_ERROR(ToCall(*launch, &request.call));
   R2P_RETURN_IF_ERROR(ToTensor("out", launch->out, &request.out));
   R2P_RETURN_IF_ERROR(ToTensor("lse", launch->lse, &request.lse));
-  request.window_left = launch->window_left;
-  request.window_right = launch->window_right;
-  request.kv_repeat = launch->kv_repeat;
-  request.kv_inner = launch->kv_inner;
-  request.stream = static_cast<CUstream>(launch->stream);
-  return Launch(request);
+  return LaunchForward(request);
+}
+
+Status LaunchBackwardFromC(const R2pBackward* launch) {
+  R2P_RETURN_IF_ERROR(CheckNotNull("launch", launch));
+  R2P_RETURN_IF_ERROR(CheckStructSize("R2pBackward", sizeof(R2pBackward), launch->struct_size));
+  BackwardRequest request = {};
+  R2P_RETURN_IF_ERROR(ToCall(*launch, &request.call));
+  R2P_RETURN_IF_ERROR(ToTensor("dout", launch->dout, &request.dout));
+  R2P_RETURN_IF_ERROR(ToTensor("lse", launch->lse, &request.lse));
+  R2P_RETURN_IF_ERROR(ToTensor("delta", launch->delta, &request.delta));
+  R2P_RETURN_IF_ERROR(ToTensor("dquery_zeros", launch->dquery_zeros, &request.dquery_zeros));
+  R2P_RETURN_IF_ERROR(ToTensor("counters_zeros", launch->counters_zeros, &request.counters_zeros));
+  R2P_RETURN_IF_ERROR(ToTensor("dquery", launch->dquery, &request.dquery));
+  R2P_RETURN_IF_ERROR(ToTensor("dkey", launch->dkey, &request.dkey));
+  R2P_RETURN_IF_ERROR(ToTensor("dvalue", launch->dvalue, &request.dvalue));
+  R2P_RETURN_IF_ERROR(ToTensor("counters", launch->counters, &request.counters));
+  return LaunchBackward(request);
 }
 
 }  // namespace
@@ -172,6 +207,10 @@ int r2p_load(const char* variant, void* stream, char* error, size_t error_size) 
 
 int r2p_launch(const R2pLaunch* launch, char* error, size_t error_size) {
   return jax_r2p::Run(error, error_size, [&] { return jax_r2p::LaunchFromC(launch); });
+}
+
+int r2p_launch_backward(const R2pBackward* launch, char* error, size_t error_size) {
+  return jax_r2p::Run(error, error_size, [&] { return jax_r2p::LaunchBackwardFromC(launch); });
 }
 
 void r2p_counters(R2pCounters* counters) {

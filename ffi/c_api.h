@@ -34,6 +34,12 @@ typedef enum R2pDtype {
   R2P_BF16 = 16,
 } R2pDtype;
 
+// What a kernel computes.
+typedef enum R2pRole {
+  R2P_FORWARD = 1,   // attention
+  R2P_BACKWARD = 2,  // the cotangents of query, key and value
+} R2pRole;
+
 // One kernel parameter as the manifest states it.
 typedef struct R2pParameter {
   const char* name;
@@ -47,16 +53,17 @@ typedef struct R2pVariant {
   const char* entry;               // symbol of the kernel in the cubin
   const void* cubin;               // copied
   size_t cubin_size;               // bytes
+  int32_t role;                    // R2pRole
   int32_t dtype;                   // R2pDtype of query, key, value and out: R2P_BF16 or R2P_F16
   int32_t head_dim;                // elements; the widest head of query and key it takes
   int32_t value_head_dim;          // likewise of value and out
-  int32_t tile_m;                  // query rows a thread block handles
-  int32_t tile_n;                  // keys in one block of keys
+  int32_t tile_m;                  // query rows a thread block handles; backward: in one step
+  int32_t tile_n;                  // keys in one block of keys; backward: keys a thread block handles
   int32_t threads;                 // threads of a thread block
   int32_t shared_memory;           // bytes of dynamic shared memory
   int32_t min_blocks;              // thread blocks that an SM holds together
-  int32_t is_causal;               // 1 if the kernel applies the causal mask, else 0
-  const R2pParameter* parameters;  // must equal parameters.def, name by name
+  int32_t is_causal;               // 1 if the kernel applies the causal mask, else 0; backward: unused
+  const R2pParameter* parameters;  // must equal parameters_forward.def or parameters_backward.def
   size_t parameter_count;
 } R2pVariant;
 
@@ -87,6 +94,32 @@ typedef struct R2pLaunch {
   void* stream;             // CUstream
 } R2pLaunch;
 
+// One call of the backward kernel. Tp is T rounded up to a multiple of the variant's tile_m, W its head_dim.
+typedef struct R2pBackward {
+  size_t struct_size;  // sizeof(R2pBackward), as above
+  const char* variant;
+  R2pTensor query;          // (B, T, N, H)
+  R2pTensor key;            // (Bk, S, K, H)
+  R2pTensor value;          // (Bk, S, K, Hv)
+  R2pTensor dout;           // (B, T, N, Hv)
+  R2pTensor lse;            // (B, N, Tp), float32: in base 2; +inf for a row that sees no key or is not there
+  R2pTensor delta;          // (B, N, Tp), float32: 0 for such a row
+  R2pTensor scale;          // as in R2pLaunch
+  R2pTensor query_lengths;  // likewise
+  R2pTensor key_lengths;    // likewise
+  R2pTensor dquery_zeros;   // (B, N, Tp / tile_m, tile_m * W), float32: zeros, the memory of dquery
+  R2pTensor counters_zeros;  // (B * N * Tp / tile_m,), int32: zeros, the memory of counters; or (0,)
+  R2pTensor dquery;          // without scale, the elements of a tile in the order of the kernel's registers
+  R2pTensor dkey;            // as key
+  R2pTensor dvalue;          // as value
+  R2pTensor counters;        // sums are added in a fixed order where there are any, else in any order
+  int32_t window_left;       // these four as in R2pLaunch
+  int32_t window_right;
+  int64_t kv_repeat;
+  int64_t kv_inner;
+  void* stream;  // CUstream
+} R2pBackward;
+
 // What the process has done so far, for tests: kernels loaded (one per variant and CUDA context), kernels
 // launched.
 typedef struct R2pCounters {
@@ -100,11 +133,12 @@ R2P_EXPORT int r2p_add_variant(const R2pVariant* variant, char* error, size_t er
 // Registers a name whose kernel cannot be had. A call that needs it fails with `message`.
 R2P_EXPORT int r2p_add_broken_variant(const char* name, const char* message, char* error, size_t error_size);
 
-// What the FFI `initialize` handler does: loads the kernel in the context of `stream`.
+// What the FFI `initialize` handlers do: loads the kernel in the context of `stream`.
 R2P_EXPORT int r2p_load(const char* variant, void* stream, char* error, size_t error_size);
 
-// What the FFI `execute` handler does: checks, packs and enqueues one launch.
+// What the FFI `execute` handlers do: check, pack and enqueue one launch.
 R2P_EXPORT int r2p_launch(const R2pLaunch* launch, char* error, size_t error_size);
+R2P_EXPORT int r2p_launch_backward(const R2pBackward* launch, char* error, size_t error_size);
 
 R2P_EXPORT void r2p_counters(R2pCounters* counters);
 

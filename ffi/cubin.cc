@@ -44,8 +44,8 @@ Table& GetTable() {
 
 bool Equal(const Variant& a, const Variant& b) {
   const auto fields = [](const Variant& v) {
-    return std::tie(v.name, v.entry, v.cubin, v.dtype, v.head_dim, v.value_head_dim, v.tile_m, v.tile_n,
-                    v.threads, v.shared_memory, v.min_blocks, v.is_causal);
+    return std::tie(v.name, v.entry, v.cubin, v.role, v.dtype, v.head_dim, v.value_head_dim, v.tile_m,
+                    v.tile_n, v.threads, v.shared_memory, v.min_blocks, v.is_causal);
   };
   return fields(a) == fields(b);
 }

@@ -17,6 +17,7 @@ struct Variant {
   std::string name;
   std::string entry;
   std::string cubin;
+  R2pRole role = R2P_FORWARD;
   int32_t dtype = 0;
   int32_t head_dim = 0;
   int32_t value_head_dim = 0;

@@ -7,6 +7,7 @@
 
 #include "driver.h"
 #include "status.h"
+#include "tensor.h"
 
 namespace jax_r2p {
 
@@ -22,22 +23,15 @@ constexpr int32_t MapBoxColumns(int32_t width) {
 // The most rows that TMA can have in a box.
 constexpr int32_t kMapMaxBoxRows = 256;
 
-// A row-major array (batch, rows, heads, head_dim) of 2-byte elements in device memory.
-struct MapSource {
-  const char* name;  // for errors
-  void* data;
-  CUtensorMapDataType type;
-  int64_t batch;
-  int64_t rows;
-  int64_t heads;
-  int64_t head_dim;
-};
+// Rows of a box where each warpgroup loads or stores its own.
+constexpr int32_t kWarpgroupRows = 64;
 
-// Encodes the map through which a kernel moves boxes of `box_rows` rows by `box_columns` columns, a result of
-// MapBoxColumns, of one head of one batch row. Elements outside the array read as zero and are not written,
-// so tiles may reach past the last row and column. Errors: INVALID_ARGUMENT when a stride is beyond TMA's
-// reach; INTERNAL when the driver refuses.
-Status EncodeTensorMap(const Driver& driver, const MapSource& source, int32_t box_rows, int32_t box_columns,
+// Encodes the map of an array (batch, rows, heads, head dim) of bf16 or fp16, which has been checked. Through
+// it a kernel whose tiles of the array have `tile_columns` columns moves boxes of `box_rows` rows of one head
+// of one batch entry. Elements outside the array read as zero and are not written, so tiles may reach past
+// the last row and column. Errors: INVALID_ARGUMENT when a stride is beyond TMA's reach; INTERNAL when the
+// driver refuses.
+Status EncodeTensorMap(const Driver& driver, const Tensor& array, int32_t box_rows, int32_t tile_columns,
                        CUtensorMap* map);
 
 }  // namespace jax_r2p

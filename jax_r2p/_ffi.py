@@ -27,18 +27,25 @@ from jax_r2p._spec import UNBOUNDED, AttentionSpec
 TARGET = "jax_r2p.attention_forward.v2"
 """Name of the call in compiled programs. Another signature needs another name."""
 
+BACKWARD_TARGET = "jax_r2p.attention_backward.v1"
+"""The same for the backward pass."""
+
 LIBRARY = "libjax_r2p.so"
 
 _SYMBOLS = {
-    "initialize": "jax_r2p_attention_forward_initialize",
-    "execute": "jax_r2p_attention_forward_execute",
+    target: {stage: f"jax_r2p_attention_{role}_{stage}" for stage in ("initialize", "execute")}
+    for target, role in ((TARGET, "forward"), (BACKWARD_TARGET, "backward"))
 }
+"""The handlers of each target by stage."""
 
 _OLDEST_JAXLIB = (0, 7, 2)
 """The library is built with the FFI headers of this version, which later ones accept."""
 
 _DTYPE_CODES = {"fp16": 10, "bf16": 16}
 """Element types in XLA's numbering (R2pDtype)."""
+
+_ROLE_CODES = {"forward": 1, "backward": 2}
+"""R2pRole."""
 
 _ERROR_SIZE = 4096
 
@@ -60,6 +67,7 @@ class _Variant(ctypes.Structure):
         ("entry", ctypes.c_char_p),
         ("cubin", ctypes.c_char_p),
         ("cubin_size", ctypes.c_size_t),
+        ("role", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("value_head_dim", ctypes.c_int32),
@@ -177,11 +185,9 @@ def _register_once() -> None:
         except InstallationError as problem:
             cubin = problem
         _add_variant(library, variant, cubin)
-    jax.ffi.register_ffi_target(
-        TARGET,
-        {stage: jax.ffi.pycapsule(library[symbol]) for stage, symbol in _SYMBOLS.items()},
-        platform="CUDA",
-    )
+    for target, symbols in _SYMBOLS.items():
+        handlers = {stage: jax.ffi.pycapsule(library[symbol]) for stage, symbol in symbols.items()}
+        jax.ffi.register_ffi_target(target, handlers, platform="CUDA")
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -208,8 +214,9 @@ def load_library() -> ctypes.CDLL:
     file = package_file(LIBRARY)
     try:
         library = ctypes.CDLL(str(file))
-        for symbol in _SYMBOLS.values():
-            library[symbol]
+        for symbols in _SYMBOLS.values():
+            for symbol in symbols.values():
+                library[symbol]
         add_variant, add_broken_variant = library.r2p_add_variant, library.r2p_add_broken_variant
     except OSError as error:
         raise InstallationError(f"{file} cannot be loaded: {error}. Reinstall jax_r2p.") from error
@@ -239,6 +246,7 @@ def _to_c(variant: Variant, cubin: bytes) -> _Variant:
         entry=variant.entry.encode(),
         cubin=cubin,
         cubin_size=len(cubin),
+        role=_ROLE_CODES[variant.role],
         dtype=_DTYPE_CODES[variant.dtype],
         head_dim=variant.head_dim,
         value_head_dim=variant.value_head_dim,

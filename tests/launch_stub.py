@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from jax_r2p._manifest import FOLDER, Variant, package_file
 
@@ -31,9 +31,22 @@ DTYPES = {"int32": 4, "fp16": 10, "fp32": 11, "bf16": 16}
 CODES = {0: "OK", 1: "INVALID_ARGUMENT", 2: "NOT_FOUND", 3: "FAILED_PRECONDITION", 4: "INTERNAL"}
 UNBOUNDED = 2**29
 STREAM = 0x5000
-MAPPED = ("query", "key", "value", "out")
-OPERANDS = ("query", "key", "value", "scale", "query_lengths", "key_lengths")
-RESULTS = ("out", "lse")
+ROLES = {"forward": 1, "backward": 2}
+MAPPED = {
+    "forward": ("query", "key", "value", "out"),
+    "backward": ("query", "key", "value", "dout", "dkey", "dvalue"),
+}
+LENGTHS = ("query_lengths", "key_lengths")
+OPERANDS = {
+    "forward": ("query", "key", "value", "scale", *LENGTHS),
+    "backward": (
+        *("query", "key", "value", "dout", "lse", "delta", "scale", *LENGTHS),
+        *("dquery_zeros", "counters_zeros"),
+    ),
+}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dquery", "dkey", "dvalue", "counters")}
+STRUCTS = {"forward": "R2pLaunch", "backward": "R2pBackward"}
+FUNCTIONS = {"forward": "r2p_launch", "backward": "r2p_launch_backward"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +59,8 @@ class Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """One launch, with the fields of R2pLaunch."""
+class _AnyCall:
+    """The fields that R2pLaunch and R2pBackward share."""
 
     variant: str
     query: Array
@@ -56,17 +69,41 @@ class Call:
     scale: Array
     query_lengths: Array
     key_lengths: Array
-    out: Array
-    lse: Array
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     kv_repeat: int = 1
     kv_inner: int = 1
     stream: int = STREAM
 
-    def change(self, name: str, **fields: Any) -> Call:
-        """Returns a copy with `fields` of the array called `name` replaced."""
-        return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **fields)})
+    def change(self, *names: str, **fields: Any) -> Self:
+        """Returns a copy with `fields` of the arrays called `names` replaced."""
+        changed = {name: dataclasses.replace(getattr(self, name), **fields) for name in names}
+        return dataclasses.replace(self, **changed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(_AnyCall):
+    """One launch, with the fields of R2pLaunch."""
+
+    out: Array
+    lse: Array
+    role: str = dataclasses.field(default="forward", init=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardCall(_AnyCall):
+    """One launch, with the fields of R2pBackward."""
+
+    dout: Array
+    lse: Array
+    delta: Array
+    dquery_zeros: Array
+    counters_zeros: Array
+    dquery: Array
+    dkey: Array
+    dvalue: Array
+    counters: Array
+    role: str = dataclasses.field(default="backward", init=False)
 
 
 def make_call(
@@ -102,7 +139,66 @@ def make_call(
         "key_lengths": (batch if lengths[1] else 0,),
     }
     dtypes = {"scale": "fp32", "lse": "fp32", "query_lengths": "int32", "key_lengths": "int32"}
-    arrays = {
+    arrays = _make_arrays(shapes, dtypes, variant)
+    return Call(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
+
+
+def make_backward_call(
+    variant: Variant,
+    query: tuple[int, int, int, int],
+    key: tuple[int, int, int, int] | None = None,
+    value_width: int | None = None,
+    *,
+    lengths: tuple[bool, bool] = (False, False),
+    deterministic: bool = False,
+    **fields: Any,
+) -> BackwardCall:
+    """Returns a launch of the backward pass; see `make_call`. Aliased operands have the address of a result.
+
+    Args:
+      variant: A backward kernel.
+      query: Shape of query and, but for the width, dout.
+      key: Shape of key, dkey and, but for the width, value and dvalue.
+      value_width: Of value, dout and dvalue.
+      lengths: As for `make_call`.
+      deterministic: Whether there are counters; where not, the array is empty.
+      **fields: Of BackwardCall.
+    """
+    key = key or query
+    batch, rows, heads, width = query
+    value_width = width if value_width is None else value_width
+    tiles = -(-rows // variant.tile_m)
+    sums = (batch, heads, tiles, variant.tile_m * variant.head_dim)
+    counters = (batch * heads * tiles if deterministic else 0,)
+    shapes = {
+        "query": query,
+        "key": key,
+        "value": (*key[:-1], value_width),
+        "dout": (*query[:-1], value_width),
+        "lse": (batch, heads, tiles * variant.tile_m),
+        "delta": (batch, heads, tiles * variant.tile_m),
+        "scale": (),
+        "query_lengths": (batch if lengths[0] else 0,),
+        "key_lengths": (batch if lengths[1] else 0,),
+        "dquery": sums,
+        "dkey": key,
+        "dvalue": (*key[:-1], value_width),
+        "counters": counters,
+    }
+    dtypes = {
+        **dict.fromkeys(("lse", "delta", "scale", "dquery"), "fp32"),
+        **dict.fromkeys((*LENGTHS, "counters"), "int32"),
+    }
+    arrays = _make_arrays(shapes, dtypes, variant)
+    arrays |= {f"{name}_zeros": arrays[name] for name in ("dquery", "counters")}
+    return BackwardCall(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
+
+
+def _make_arrays(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], variant: Variant
+) -> dict[str, Array]:
+    """An array for each shape, at an address of its own; those not in `dtypes` have the variant's dtype."""
+    return {
         name: Array(
             data=0x7F0000000000 + 0x100000000 * number,
             dtype=dtypes.get(name, variant.dtype),
@@ -110,7 +206,6 @@ def make_call(
         )
         for number, (name, shape) in enumerate(shapes.items())
     }
-    return Call(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
 
 
 class LibraryError(Exception):
@@ -204,6 +299,7 @@ class StubProcess:
             "name": variant.name,
             "entry": variant.entry,
             "file": str(package_file(FOLDER, variant.file)),
+            "role": ROLES[variant.role],
             "dtype": DTYPES[variant.dtype],
             "head_dim": variant.head_dim,
             "value_head_dim": variant.value_head_dim,
@@ -217,15 +313,15 @@ class StubProcess:
         }
         self._request("add_variant", {**row, **fields})
 
-    def execute(self, call: Call, **changes: Any) -> list[dict[str, Any]]:
+    def execute(self, call: _AnyCall, **changes: Any) -> list[dict[str, Any]]:
         """Runs the FFI handler `execute` and returns the driver calls; see `_Worker.call_handler`."""
         return self._request("call_handler", "execute", dataclasses.asdict(call), changes)
 
-    def initialize(self, call: Call, **changes: Any) -> list[dict[str, Any]]:
+    def initialize(self, call: _AnyCall, **changes: Any) -> list[dict[str, Any]]:
         """Runs the FFI handler `initialize`, likewise."""
         return self._request("call_handler", "initialize", dataclasses.asdict(call), changes)
 
-    def launch(self, call: Call) -> list[dict[str, Any]]:
+    def launch(self, call: _AnyCall) -> list[dict[str, Any]]:
         """Launches and returns the driver calls that this took, each as the stand-in recorded it."""
         return self._request("launch", dataclasses.asdict(call))
 
@@ -233,7 +329,7 @@ class StubProcess:
         """Launches each call on a thread of its own, all at once; returns the driver calls."""
         return self._request("launch_together", [dataclasses.asdict(call) for call in calls])
 
-    def pack(self, variant: Variant, call: Call) -> dict[str, Any]:
+    def pack(self, variant: Variant, call: _AnyCall) -> dict[str, Any]:
         """Launches and returns what the kernel got; `variant` is that of `call`. See the function `pack`."""
         log = self.launch(call)
         return describe_launch(variant, log)
@@ -255,8 +351,8 @@ def pack(
 
     Returns:
       grid and block: three integers each. shared_memory: bytes. parameters: the bytes of each parameter by
-      name; those of a map are not a descriptor. maps: the arguments of cuTensorMapEncodeTiled for "query",
-      "key", "value" and "out".
+      name; those of a map are not a descriptor. maps: the arguments of cuTensorMapEncodeTiled for each array
+      that has a map.
     """
     with StubProcess() as process:
         process.add(variant)
@@ -270,7 +366,7 @@ def describe_launch(variant: Variant, log: Sequence[Mapping[str, Any]]) -> dict[
     parameters = dict(zip(names, map(bytes.fromhex, launch["parameters"]), strict=True))
     encodings = {call["number"]: call for call in log if call["call"] == "cuTensorMapEncodeTiled"}
     maps = {}
-    for name in MAPPED:
+    for name in MAPPED[variant.role]:
         number = int.from_bytes(parameters[f"{name}_map"][:8], "little")
         maps[name] = {
             field: value
@@ -359,7 +455,7 @@ class _Worker:
         self._library = ctypes.CDLL(library)
         self._frame = ctypes.CDLL(frame) if frame else None
         self._structures = c_structures()
-        self._sizes: list[int] = []
+        self._sizes: dict[str, list[int]] = {}
         if self._stub:
             self._stub.stub_take_log.restype = ctypes.c_void_p
             self._stub.stub_free.argtypes = [ctypes.c_void_p]
@@ -368,11 +464,7 @@ class _Worker:
         """Registers a variant; `row` has the fields of R2pVariant, with `file` or `cubin`, a text."""
         parameter_type = self._structures["R2pParameter"]
         parameters = [parameter_type(name.encode(), size) for name, size in row["parameters"]]
-        self._sizes = [size for _, size in row["parameters"]]
-        if self._stub:
-            self._stub.stub_set_parameter_sizes(
-                (ctypes.c_uint32 * len(self._sizes))(*self._sizes), len(self._sizes)
-            )
+        self._sizes[row["name"]] = [size for _, size in row["parameters"]]
         cubin = row["cubin"].encode() if "cubin" in row else pathlib.Path(row["file"]).read_bytes()
         kept = ctypes.create_string_buffer(cubin, len(cubin))
         variant_type = self._structures["R2pVariant"]
@@ -385,6 +477,7 @@ class _Worker:
             **{
                 field: row[field]
                 for field in (
+                    "role",
                     "dtype",
                     "head_dim",
                     "value_head_dim",
@@ -411,18 +504,20 @@ class _Worker:
         return self.take_log()
 
     def launch(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        self._expect(call)
         self._launch(call)
         return self.take_log()
 
     def launch_with_struct_size(self, call: dict[str, Any], size: int) -> None:
         launch = self._to_c(call)
         launch.struct_size = size
-        self._check("r2p_launch", ctypes.byref(launch))
+        self._check(FUNCTIONS[call["role"]], ctypes.byref(launch))
 
-    def launch_null(self) -> None:
-        self._check("r2p_launch", None)
+    def launch_null(self, role: str = "forward") -> None:
+        self._check(FUNCTIONS[role], None)
 
     def launch_together(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self._expect(calls[0])
         with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
             list(pool.map(self._launch, calls))
         return self.take_log()
@@ -435,6 +530,7 @@ class _Worker:
         run if it is not that of `stage`; and "stream_fails".
         """
         assert self._frame is not None
+        self._expect(call)
         attributes = {
             "variant": ["string", call["variant"]],
             "window_left": ["int32", call["window_left"]],
@@ -450,10 +546,10 @@ class _Worker:
             else:
                 dtype = {"int32": _XLA_S32, "int64": _XLA_S64}[kind]
                 encoded.append(_FrameAttribute(name=name.encode(), dtype=dtype, **{kind: value}))
-        arguments = [self._frame_buffer(call[name]) for name in OPERANDS]
+        arguments = [self._frame_buffer(call[name]) for name in OPERANDS[call["role"]]]
         arguments = arguments[: changes.get("arguments", len(arguments))]
-        results = [self._frame_buffer(call[name]) for name in RESULTS]
-        handler = f"jax_r2p_attention_forward_{changes.get('handler_stage', stage)}"
+        results = [self._frame_buffer(call[name]) for name in RESULTS[call["role"]]]
+        handler = f"jax_r2p_attention_{call['role']}_{changes.get('handler_stage', stage)}"
         error = ctypes.create_string_buffer(self._ERROR_SIZE)
         code = self._frame.frame_call(
             getattr(self._library, handler),
@@ -473,13 +569,13 @@ class _Worker:
             raise LibraryError(XLA_CODES[code], error.value.decode())
         return self.take_log()
 
-    def metadata(self, stage: str) -> dict[str, int]:
+    def metadata(self, stage: str, role: str = "forward") -> dict[str, int]:
         """Returns what the FFI handler tells XLA about itself."""
         assert self._frame is not None
         major, minor, traits = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint32()
         error = ctypes.create_string_buffer(self._ERROR_SIZE)
         code = self._frame.frame_metadata(
-            getattr(self._library, f"jax_r2p_attention_forward_{stage}"),
+            getattr(self._library, f"jax_r2p_attention_{role}_{stage}"),
             ctypes.byref(major),
             ctypes.byref(minor),
             ctypes.byref(traits),
@@ -545,9 +641,10 @@ class _Worker:
         return self._stub
 
     def _to_c(self, call: dict[str, Any]) -> Any:
-        tensor_type, launch_type = self._structures["R2pTensor"], self._structures["R2pLaunch"]
         fields = dict(call)
-        for name in (*OPERANDS, *RESULTS):
+        role = fields.pop("role")
+        tensor_type, launch_type = self._structures["R2pTensor"], self._structures[STRUCTS[role]]
+        for name in (*OPERANDS[role], *RESULTS[role]):
             array = fields[name]
             shape = array["shape"]
             dims = (ctypes.c_int64 * 4)(*shape[:4])
@@ -563,8 +660,14 @@ class _Worker:
             dtype=dtype, rank=len(shape), dims=(ctypes.c_int64 * 4)(*shape), data=array["data"]
         )
 
+    def _expect(self, call: dict[str, Any]) -> None:
+        """Tells the stand-in the sizes of the parameters that the next launches have."""
+        sizes = self._sizes.get(call["variant"])
+        if self._stub and sizes:
+            self._stub.stub_set_parameter_sizes((ctypes.c_uint32 * len(sizes))(*sizes), len(sizes))
+
     def _launch(self, call: dict[str, Any]) -> None:
-        self._check("r2p_launch", ctypes.byref(self._to_c(call)))
+        self._check(FUNCTIONS[call["role"]], ctypes.byref(self._to_c(call)))
 
     def _check(self, function: str, *arguments: Any) -> None:
         error = ctypes.create_string_buffer(self._ERROR_SIZE)

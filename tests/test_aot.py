@@ -132,12 +132,12 @@ def test_check_and_repair_of_one_variant(built: pathlib.Path, tmp_path: pathlib.
 
 @needs_compiler
 def test_wrong_parameters_fail_the_build(tmp_path: pathlib.Path, sources: pathlib.Path) -> None:
-    listing = sources / "jax_r2p" / "aot" / "parameters.def"
+    listing = sources / "jax_r2p" / "aot" / "parameters_forward.def"
     listing.write_text(listing.read_text().replace("R2P_PARAMETER(scale, 8)\n", ""))
     done = run("--out", "out", "--only", NAME, cwd=tmp_path, sources=sources)
-    count = len(parameters.load_parameters())
+    count = len(parameters.load_parameters("forward"))
     assert done.returncode == 1
-    assert f"{NAME}: parameters.def lists {count - 1} parameters" in done.stderr
+    assert f"{NAME}: the launcher packs {count - 1} parameters" in done.stderr
     assert f"the kernel takes {count}\n" in done.stderr
     assert f"{NAME}: parameter 14 must be window_left of 4 bytes, the kernel takes 8 bytes" in done.stderr
     assert not (tmp_path / "out").exists(), "nothing is written"

@@ -74,7 +74,7 @@ def test_a_damaged_manifest_costs_all(tmp_path, compiled, damage):
     assert compiled == [*NAMES, *NAMES]
 
 
-@pytest.mark.parametrize("change", ["kernels/forward.py", "aot/parameters.def", "compiler"])
+@pytest.mark.parametrize("change", ["kernels/forward.py", "aot/parameters_forward.def", "compiler"])
 def test_other_sources_or_another_compiler_compile_anew(tmp_path, monkeypatch, compiled, change):
     sources = tmp_path / "sources"
     for folder in ("kernels", "aot"):

@@ -218,11 +218,16 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
     (library,) = libraries
     assert [v.name.decode() for v in library.good] == [v.name for v in load_manifest().variants]
     assert library.broken == []
-    stages = {
-        "initialize": "jax_r2p_attention_forward_initialize",
-        "execute": "jax_r2p_attention_forward_execute",
-    }
-    assert registered == [((_ffi.TARGET, stages), {"platform": "CUDA"})]
+    assert registered == [
+        (
+            (
+                target,
+                {stage: f"jax_r2p_attention_{role}_{stage}" for stage in ("initialize", "execute")},
+            ),
+            {"platform": "CUDA"},
+        )
+        for target, role in ((_ffi.TARGET, "forward"), (_ffi.BACKWARD_TARGET, "backward"))
+    ]
 
 
 def test_what_the_library_is_told(registered, monkeypatch):
@@ -235,6 +240,7 @@ def test_what_the_library_is_told(registered, monkeypatch):
     # Read as a bytes object it would end at the first zero.
     address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
     assert ctypes.string_at(address, told.cubin_size) == _manifest.read_cubin(variant)
+    assert told.role == 1
     for name in ("head_dim", "tile_m", "tile_n", "threads", "shared_memory"):
         assert getattr(told, name) == getattr(variant, name)
     assert {v.name.decode(): v.dtype for v in library.good} == {
@@ -254,7 +260,7 @@ def test_a_broken_kernel_does_not_keep_others_from_running(package, registered, 
     ((name, message),) = library.broken
     assert name == variant.name
     assert f"{variant.file} is missing" in message
-    assert len(registered) == 1
+    assert len(registered) == 2
 
 
 def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
@@ -264,7 +270,7 @@ def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
     assert registered == []
     monkeypatch.setattr(_ffi, "load_library", Recorder)
     _ffi.register()
-    assert len(registered) == 1
+    assert len(registered) == 2
 
 
 @pytest.fixture
@@ -292,7 +298,7 @@ def test_kernels_of_a_folder(registered, monkeypatch, folder):
         address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
         cubin = ctypes.string_at(address, told.cubin_size)
         assert hashlib.sha256(cubin).hexdigest() == variant.sha256
-    assert len(registered) == 1
+    assert len(registered) == 2
 
 
 @pytest.mark.parametrize(("contents", "problem"), [(b"other bytes", "altered"), (None, "missing")])

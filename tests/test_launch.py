@@ -546,6 +546,7 @@ def test_another_versions_structs_are_refused(fresh: StubProcess):
 # Registration.
 
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "role": ({"role": 0}, r"role: expected 1 \(forward\) or 2 \(backward\); got 0"),
     "dtype": ({"dtype": 11}, r"dtype: expected 16 \(bfloat16\) or 10 \(float16\); got 11"),
     "head-dim": ({"head_dim": 80}, r"head_dim: expected a multiple of 32 in 32\.\.256; got 80"),
     "value-head-dim": (
@@ -573,7 +574,7 @@ def test_bad_variants_are_refused(fresh: StubProcess, case: str):
 
 @pytest.mark.parametrize("change", ["name", "size", "order"])
 def test_variants_with_other_parameters_are_refused(fresh: StubProcess, change: str):
-    """A cubin whose parameters are not those of parameters.def would read garbage."""
+    """A cubin whose parameters are not those that the launcher packs would read garbage."""
     variant = VARIANTS["fwd_fp16_d64_none"]
     parameters = [(parameter.name, parameter.size) for parameter in variant.parameters]
     expected = f"{parameters[1][0]} of {parameters[1][1]} bytes"
@@ -860,12 +861,15 @@ def test_library_exports_its_interface_and_nothing_else():
         text=True,
     ).stdout
     assert {line.split()[-1] for line in symbols.splitlines()} == {
+        "jax_r2p_attention_backward_execute",
+        "jax_r2p_attention_backward_initialize",
         "jax_r2p_attention_forward_execute",
         "jax_r2p_attention_forward_initialize",
         "r2p_add_broken_variant",
         "r2p_add_variant",
         "r2p_counters",
         "r2p_launch",
+        "r2p_launch_backward",
         "r2p_load",
     }
 

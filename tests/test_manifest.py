@@ -57,7 +57,7 @@ def test_kernel_is_what_the_manifest_says(variant: Variant) -> None:
 
 
 def test_parameters_are_what_the_launcher_packs(variant: Variant) -> None:
-    assert [(p.name, p.size) for p in variant.parameters] == list(parameters.load_parameters())
+    assert [(p.name, p.size) for p in variant.parameters] == list(parameters.load_parameters(variant.role))
 
 
 def test_tensor_maps_are_aligned(variant: Variant) -> None:
@@ -87,7 +87,7 @@ def test_build_rules_hold(variant: Variant) -> None:
         elf.read_kernel(read_cubin(variant)),
         entry=variant.entry,
         shared_memory=variant.shared_memory,
-        parameters=parameters.load_parameters(),
+        parameters=parameters.load_parameters(variant.role),
     )
     assert problems == []
 
@@ -106,15 +106,15 @@ def test_text_is_canonical() -> None:
 
 def test_parameters_refuse_what_they_cannot_read() -> None:
     good = "// comment\n\nR2P_PARAMETER(scale, 8)\n"
-    assert parameters.parse_parameters(good) == (("scale", 8),)
+    assert parameters.parse_parameters(good, "some.def") == (("scale", 8),)
     for line, message in [
-        ("R2P_PARAMETER(scale)", "parameters.def:4: expected R2P_PARAMETER"),
-        ("R2P_PARAMETER(lse, 0)", "parameters.def:4: expected R2P_PARAMETER"),
-        ("R2P_PARAMETER(lse, 8) R2P_PARAMETER(key, 8)", "parameters.def:4: expected R2P_PARAMETER"),
-        ("R2P_PARAMETER(scale, 4)", "parameters.def:4: parameter 'scale' is listed twice"),
+        ("R2P_PARAMETER(scale)", "some.def:4: expected R2P_PARAMETER"),
+        ("R2P_PARAMETER(lse, 0)", "some.def:4: expected R2P_PARAMETER"),
+        ("R2P_PARAMETER(lse, 8) R2P_PARAMETER(key, 8)", "some.def:4: expected R2P_PARAMETER"),
+        ("R2P_PARAMETER(scale, 4)", "some.def:4: parameter 'scale' is listed twice"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
-            parameters.parse_parameters(good + line)
+            parameters.parse_parameters(good + line, "some.def")
 
 
 def test_elf_reader_refuses_what_is_no_cubin() -> None:

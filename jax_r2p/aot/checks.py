@@ -72,7 +72,7 @@ def _check_parameters(sizes: Sequence[int], expected: Sequence[tuple[str, int]])
     if len(sizes) != len(expected):
         names = ", ".join(name for name, _ in expected)
         problems.append(
-            f"parameters.def lists {len(expected)} parameters ({names}), the kernel takes {len(sizes)}"
+            f"the launcher packs {len(expected)} parameters ({names}), the kernel takes {len(sizes)}"
         )
     problems += [
         f"parameter {index} must be {name} of {size} bytes, the kernel takes {got} bytes"

@@ -96,7 +96,7 @@ def _compile_in_worker(row: VariantRow) -> CompiledVariant:
             _set_switches(folder)
             cubin, ptx, shared_memory = _compile(row)
         facts = elf.read_kernel(cubin)
-        expected = parameters.load_parameters()
+        expected = parameters.load_parameters("forward")
         problems = checks.check_kernel(
             row, facts, entry=entry_symbol(row.name), shared_memory=shared_memory, parameters=expected
         )
@@ -180,6 +180,7 @@ def _describe(
     slots = zip(names, facts.parameters, strict=True)
     return Variant(
         name=row.name,
+        role="forward",
         file=f"{row.name}.cubin",
         sha256=hashlib.sha256(cubin).hexdigest(),
         size=len(cubin),

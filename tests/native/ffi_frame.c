@@ -10,7 +10,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define MAX_BUFFERS 8
+#define MAX_BUFFERS 16
 #define MAX_ATTRIBUTES 8
 
 struct XLA_FFI_Error {
