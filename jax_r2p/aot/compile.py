@@ -96,7 +96,7 @@ def _compile_in_worker(row: VariantRow) -> CompiledVariant:
             _set_switches(folder)
             cubin, ptx, shared_memory = _compile(row)
         facts = elf.read_kernel(cubin)
-        expected = parameters.load_parameters("forward")
+        expected = parameters.load_parameters(row.config.role)
         problems = checks.check_kernel(
             row, facts, entry=entry_symbol(row.name), shared_memory=shared_memory, parameters=expected
         )
@@ -131,13 +131,15 @@ def _compile(row: VariantRow) -> tuple[bytes, str, int]:
     """Returns the cubin, the PTX it was assembled from and the bytes of dynamic shared memory."""
     import cutlass.cute as cute
 
+    from jax_r2p.kernels.backward import AttentionBackward
     from jax_r2p.kernels.forward import AttentionForward
 
-    kernel = AttentionForward(row.config)
+    kernel_type = {"forward": AttentionForward, "backward": AttentionBackward}[row.config.role]
+    kernel = kernel_type(row.config)
     # The names live on the function objects, not on this kernel. The kernel's gets "_0", the launch's number.
     short = {"remove_cutlass_symbol": True, "keep_mangled_name": False}
-    AttentionForward.kernel.set_name_prefix(f"{_ENTRY_PREFIX}{row.name}", **short)
-    AttentionForward.__call__.set_name_prefix(f"{_ENTRY_PREFIX}{row.name}_host", **short)
+    kernel_type.kernel.set_name_prefix(f"{_ENTRY_PREFIX}{row.name}", **short)
+    kernel_type.__call__.set_name_prefix(f"{_ENTRY_PREFIX}{row.name}_host", **short)
     # Only a kept cubin is handed out, and a folder that does not exist is no error but gives a path here.
     compiled = cute.compile[cute.KeepCUBIN, cute.KeepPTX](kernel, *kernel.compile_arguments())
     cubin, ptx = compiled.__cubin__, compiled.__ptx__
@@ -180,7 +182,7 @@ def _describe(
     slots = zip(names, facts.parameters, strict=True)
     return Variant(
         name=row.name,
-        role="forward",
+        role=config.role,
         file=f"{row.name}.cubin",
         sha256=hashlib.sha256(cubin).hexdigest(),
         size=len(cubin),

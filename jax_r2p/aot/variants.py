@@ -7,7 +7,7 @@ of bf16 and length 8192, the candidates of a row alternating in one run; docs/pe
 import dataclasses
 from typing import Literal
 
-from jax_r2p.kernels.config import ForwardConfig, Mask
+from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, Mask
 
 ARCH = "sm_90a"
 """Target of every kernel. The "a" allows WGMMA and `setmaxnreg`, and binds the cubin to capability 9.0."""
@@ -25,7 +25,7 @@ class VariantRow:
       least_span: Keys that a row's window must have for this kernel to be chosen before those with less.
     """
 
-    config: ForwardConfig
+    config: ForwardConfig | BackwardConfig
     declared_spills: int = 0
     suffix: str = ""
     least_span: int = 0
@@ -36,8 +36,8 @@ class VariantRow:
         return self.config.name + self.suffix
 
 
-def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
-    """The kernels of one dtype. bf16 and fp16 cost the same everywhere, so they share the table."""
+def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
+    """The forward kernels of one dtype. bf16 and fp16 cost the same everywhere, so they share the table."""
 
     def row(
         head_dim: int | tuple[int, int],
@@ -119,7 +119,32 @@ def _rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     )
 
 
-VARIANTS: dict[str, VariantRow] = {row.name: row for dtype in ("bf16", "fp16") for row in _rows(dtype)}
+def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
+    """The backward kernels of one dtype."""
+
+    def row(head_dim: int, mask: Mask, tile_m: int, *, prefetch_scores: bool) -> VariantRow:
+        return VariantRow(
+            BackwardConfig(
+                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, prefetch_scores=prefetch_scores
+            )
+        )
+
+    masks: tuple[Mask, ...] = ("none", "causal", "window")
+    return (
+        *(row(64, mask, 128, prefetch_scores=False) for mask in masks),
+        *(row(128, mask, 64, prefetch_scores=True) for mask in masks),
+    )
+
+
+_DTYPES: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
+
+FORWARD: dict[str, VariantRow] = {row.name: row for dtype in _DTYPES for row in _forward_rows(dtype)}
+"""The forward kernels by name."""
+
+BACKWARD: dict[str, VariantRow] = {row.name: row for dtype in _DTYPES for row in _backward_rows(dtype)}
+"""The backward kernels by name."""
+
+VARIANTS: dict[str, VariantRow] = FORWARD | BACKWARD
 """Every kernel by name."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+Role = Literal["forward", "backward"]
 Mask = Literal["none", "causal", "window"]
 MaskLowering = Literal["r2p", "compare"]
 
@@ -70,6 +71,8 @@ class ForwardConfig:
         ablations).
       mask_every_block: every block takes every mask of the variant, needed or not (the other baseline).
     """
+
+    role: ClassVar[Role] = "forward"
 
     dtype: Literal["bf16", "fp16"]
     head_dim: int
@@ -171,6 +174,11 @@ class BackwardConfig:
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 
+    role: ClassVar[Role] = "backward"
+    min_blocks: ClassVar[int] = 1
+    consumer_warpgroups: ClassVar[int] = 2
+    threads: ClassVar[int] = 3 * WARPGROUP
+
     dtype: Literal["bf16", "fp16"]
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
@@ -181,10 +189,6 @@ class BackwardConfig:
     prefetch_scores: bool
     producer_registers: int = 24
     consumer_registers: int = 240
-
-    min_blocks = 1
-    consumer_warpgroups = 2
-    threads = 3 * WARPGROUP
 
     def __post_init__(self) -> None:
         """Refuse what cannot run."""
