@@ -122,17 +122,17 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
 def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     """The backward kernels of one dtype."""
 
-    def row(head_dim: int, mask: Mask, tile_m: int, *, prefetch_scores: bool) -> VariantRow:
+    def row(head_dim: int, mask: Mask, tile_m: int, *, overlap_dkey: bool) -> VariantRow:
         return VariantRow(
             BackwardConfig(
-                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, prefetch_scores=prefetch_scores
+                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, overlap_dkey=overlap_dkey
             )
         )
 
     masks: tuple[Mask, ...] = ("none", "causal", "window")
     return (
-        *(row(64, mask, 128, prefetch_scores=False) for mask in masks),
-        *(row(128, mask, 64, prefetch_scores=True) for mask in masks),
+        *(row(64, mask, 128, overlap_dkey=False) for mask in masks),
+        *(row(128, mask, 64, overlap_dkey=True) for mask in masks),
     )
 
 

@@ -12,8 +12,9 @@ for dQ = dS K; those tiles are added in fp32 in global memory by the bulk copy u
 with lse in base 2 and delta = sum(dO * out) of a row less the cotangent of its log-sum-exp. A row that is not
 there, or sees no key, comes with lse = +inf and delta = 0, so that its weights are 0.
 
-Within a step the matmuls are ordered so that one always runs under the arithmetic of another: S of the next
-step is issued before dS of this one is written, dV under the computation of dS, dK under the write of dQ.
+Within a step the matmuls are ordered so that one always runs under the arithmetic of another: dP under the
+exponentials, dV under the computation of dS, dK under the write of dQ and, where registers suffice, until the
+next step's scores are there.
 
 The method is FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024).
 """
@@ -94,6 +95,43 @@ class Work(NamedTuple):
     window_right: Any
 
 
+class Matmuls(NamedTuple):
+    """The five matmuls of a step; in pairs: one that overwrites its accumulator, and one that adds to it."""
+
+    scores: Any
+    dquery: Any
+    dkey: Any
+    dvalue: Any
+
+
+class Operands(NamedTuple):
+    """Operands in shared memory, as matmuls take them; those of the last four are transposed tiles."""
+
+    keys: Any
+    values: Any
+    queries: Any
+    douts: Any
+    queries_by_row: Any
+    douts_by_row: Any
+    ds_by_row: Any
+    keys_by_row: Any
+
+
+class Registers(NamedTuple):
+    """What a thread holds. `weights` and `ds` are `weight_pairs` and `ds_pairs` as operands of matmuls."""
+
+    scores: Any
+    products: Any
+    dquery: Any
+    dkey: Any
+    dvalue: Any
+    weight_pairs: Any
+    weights: Any
+    ds_pairs: Any
+    ds: Any
+    ds_rounded: Any
+
+
 class Pipelines(NamedTuple):
     """Shared-memory stages that the producer fills and the consumers empty."""
 
@@ -115,7 +153,6 @@ class AttentionBackward:
         self.head_dim = config.head_dim
         self.value_head_dim = config.value_head_dim
         self.stages = config.stages
-        self.prefetch = config.prefetch_scores
         self.has_left = config.mask == "window"
         self.has_right = config.mask in ("causal", "window")
         # A warpgroup computes 64 rows of dQ: its half of the rows, or all of them and its half of the columns.
@@ -638,56 +675,17 @@ class AttentionBackward:
         lane = thread % WARP
         quad = lane % 4
 
-        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        # The first step of a matmul that overwrites its accumulator, and the others.
-        st = tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in (False, True))
-        dq = tuple(
-            self._matmul(self.dq_columns, a="columns", b_major=mn_major, accumulate=x) for x in (False, True)
-        )
-        dk = self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True)
-        dv = self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True)
-
-        own = (WARPGROUP_ROWS, self.head_dim)
-        frag_k = st[0].make_fragment_A(
-            st[0].get_slice(0).partition_A(cute.local_tile(s_keys[None, None, 0], own, (None, 0)))
-        )[None, None, None, wg]
-        own = (WARPGROUP_ROWS, self.value_head_dim)
-        frag_v = st[0].make_fragment_A(
-            st[0].get_slice(0).partition_A(cute.local_tile(s_values[None, None, 0], own, (None, 0)))
-        )[None, None, None, wg]
-        frag_q = st[0].make_fragment_B(st[0].get_slice(0).partition_B(s_queries))
-        frag_do = st[0].make_fragment_B(st[0].get_slice(0).partition_B(s_douts))
-        frag_qt = dk.make_fragment_B(dk.get_slice(0).partition_B(transposed(s_queries)))
-        frag_dot = dv.make_fragment_B(dv.get_slice(0).partition_B(transposed(s_douts)))
-        # dQ: all keys are summed over. Of A a warpgroup takes its rows, or of B its columns.
-        a_tiles = cute.local_tile(transposed(s_ds), (WARPGROUP_ROWS, self.tile_n), (None, 0, None))
-        b_tiles = cute.local_tile(
-            transposed(s_keys)[None, None, 0], (self.dq_columns, self.tile_n), (None, 0)
-        )
-        a_tile, b_tile = (wg, 0) if cutlass.const_expr(self.dq_by_rows) else (0, wg)
-        frag_ds = dq[0].make_fragment_A(dq[0].get_slice(0).partition_A(a_tiles))[
-            None, None, None, a_tile, None
-        ]
-        frag_kt = dq[0].make_fragment_B(dq[0].get_slice(0).partition_B(b_tiles))[None, None, None, b_tile]
-
-        scores = cute.make_rmem_tensor(st[0].partition_shape_C((WARPGROUP_ROWS, self.tile_m)), Float32)
-        products = cute.make_rmem_tensor(st[0].partition_shape_C((WARPGROUP_ROWS, self.tile_m)), Float32)
-        acc_dk = cute.make_rmem_tensor(dk.partition_shape_C((WARPGROUP_ROWS, self.head_dim)), Float32)
-        acc_dv = cute.make_rmem_tensor(dv.partition_shape_C((WARPGROUP_ROWS, self.value_head_dim)), Float32)
-        acc_dq = cute.make_rmem_tensor(dq[0].partition_shape_C((WARPGROUP_ROWS, self.dq_columns)), Float32)
-        acc_dk.fill(0.0)
-        acc_dv.fill(0.0)
-        # 64 x tile_m weights and their cotangents, rounded, as A operands and two to a register.
-        p_pairs = cute.make_rmem_tensor(self.tile_m // 4, Uint32)
-        ds_pairs = cute.make_rmem_tensor(self.tile_m // 4, Uint32)
-        a_layout = cute.make_layout(((2, 2, 2), 1, self.tile_m // 16))
-        weights = cute.make_tensor(cute.recast_ptr(p_pairs.iterator, dtype=self.dtype), a_layout)
-        dweights = cute.make_tensor(cute.recast_ptr(ds_pairs.iterator, dtype=self.dtype), a_layout)
-        ds_rounded = cute.make_tensor(cute.recast_ptr(ds_pairs.iterator, dtype=self.dtype), scores.layout)
+        matmuls = self.matmuls()
+        operands = self.operands(matmuls, s_queries, s_keys, s_values, s_douts, s_ds, wg)
+        registers = self.registers(matmuls)
+        registers.dkey.fill(0.0)
+        registers.dvalue.fill(0.0)
         save = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), st[0]
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype),
+            matmuls.scores[0],
         ).get_slice(thread)
         ds_tiles = cute.local_tile(s_ds, (WARPGROUP_ROWS, self.tile_m), (None, 0, None))
+        own_ds = save.partition_D(ds_tiles[None, None, wg, None])
 
         scale = cute.arch.load(scale_pointer, Float32)
         factor = scale * LOG2_E
@@ -697,7 +695,7 @@ class AttentionBackward:
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         pipelines.key.consumer_wait(once)
         pipelines.value.consumer_wait(once)
-        # q_next and q_state are the query stages to wait for and to release.
+        # The query stages to wait for and to release.
         q_next = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -706,93 +704,162 @@ class AttentionBackward:
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
             key_index = work.first_key + key_in_block
-            if cutlass.const_expr(True):
-                self.clear_keys(s_keys, s_values, work, schedule)
-            count = visited.stop - visited.start
-            if count > 0:
-                if cutlass.const_expr(self.prefetch):
-                    pipelines.query.consumer_wait(q_next)
-                    self.clear_rows(s_queries, q_next.index, visited.start, work, schedule, self.head_dim)
-                    self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
-                    q_next.advance()
-                    # In flight into a loop, they would have the assembler serialise every matmul.
+            self.clear_keys(s_keys, s_values, work, schedule)
+            for step in cutlass.range(visited.stop - visited.start, unroll=1):
+                tile = visited.start + step
+                pipelines.query.consumer_wait(q_next)
+                self.clear_rows(s_queries, q_next.index, tile, work, schedule, self.head_dim)
+                self.issue(
+                    matmuls.scores,
+                    registers.scores,
+                    operands.keys,
+                    operands.queries[None, None, None, q_next.index],
+                )
+                pipelines.dout.consumer_wait(do_state)
+                self.clear_rows(s_douts, do_state.index, tile, work, schedule, self.value_head_dim)
+                self.issue(
+                    matmuls.scores,
+                    registers.products,
+                    operands.values,
+                    operands.douts[None, None, None, do_state.index],
+                )
+                warpgroup.wait_group(1)
+                if cutlass.const_expr(self.config.overlap_dkey):
+                    if step > 0:
+                        # dK of the step before has ended too.
+                        pipelines.query.consumer_release(q_state)
+                        q_state.advance()
+                # dP runs.
+                self.exponentiate(registers.scores, s_lse, quad, q_next.index, factor)
+                if self.is_masked(tile, visited):
+                    self.apply_mask(registers.scores, work, key_index, tile * self.tile_m + 2 * quad)
+                self.round_weights(registers)
+                self.issue_from_registers(
+                    matmuls.dvalue,
+                    registers.dvalue,
+                    registers.weights,
+                    operands.douts_by_row[None, None, None, do_state.index],
+                )
+                warpgroup.wait_group(1)
+                # dV runs.
+                self.cotangents(registers, s_delta, quad, do_state.index)
+                cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
+                cute.arch.fence_view_async_shared()
+                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+                warpgroup.wait_group(0)
+                pipelines.dout.consumer_release(do_state)
+                do_state.advance()
+                self.issue(
+                    matmuls.dquery,
+                    registers.dquery,
+                    operands.ds_by_row[None, None, None, parity],
+                    operands.keys_by_row,
+                )
+                parity = 1 - parity
+                self.issue_from_registers(
+                    matmuls.dkey,
+                    registers.dkey,
+                    registers.ds,
+                    operands.queries_by_row[None, None, None, q_next.index],
+                )
+                q_next.advance()
+                warpgroup.wait_group(1)
+                # dK runs.
+                self.store_dquery(registers.dquery, s_dquery, wg, thread)
+                if cutlass.const_expr(not self.config.overlap_dkey):
                     warpgroup.wait_group(0)
-                # So would a branch around a matmul: the last step, which prefetches none, is code of its own.
-                for prefetch, first, steps in (
-                    ((True, visited.start, count - 1), (False, visited.stop - 1, 1))
-                    if self.prefetch
-                    else ((False, visited.start, count),)
-                ):
-                    for step in cutlass.range(steps, unroll=1):
-                        tile = first + step
-                        if cutlass.const_expr(not self.prefetch):
-                            pipelines.query.consumer_wait(q_next)
-                            self.clear_rows(s_queries, q_next.index, tile, work, schedule, self.head_dim)
-                            self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
-                            q_next.advance()
-                        pipelines.dout.consumer_wait(do_state)
-                        self.clear_rows(s_douts, do_state.index, tile, work, schedule, self.value_head_dim)
-                        self.issue(st, products, frag_v, frag_do[None, None, None, do_state.index])
-                        warpgroup.wait_group(1)
-                        if cutlass.const_expr(self.prefetch):
-                            if tile > visited.start:
-                                # dK of the step before has ended too.
-                                pipelines.query.consumer_release(q_state)
-                                q_state.advance()
-
-                        self.exponentiate(scores, s_lse, quad, q_state.index, factor)
-                        if self.is_masked(tile, visited):
-                            self.apply_mask(scores, work, key_index, tile * self.tile_m + 2 * quad)
-                        for i in cutlass.range_constexpr(cute.size(p_pairs)):
-                            p_pairs[i] = self.pack(scores[2 * i], scores[2 * i + 1])
-                        self.issue_from_registers(
-                            dv, acc_dv, weights, frag_dot[None, None, None, do_state.index]
-                        )
-                        if cutlass.const_expr(self.prefetch):
-                            # With dV in flight as well, registers would run out.
-                            warpgroup.wait_group(0)
-                            if cutlass.const_expr(prefetch):
-                                pipelines.query.consumer_wait(q_next)
-                                self.clear_rows(
-                                    s_queries, q_next.index, tile + 1, work, schedule, self.head_dim
-                                )
-                                self.issue(st, scores, frag_k, frag_q[None, None, None, q_next.index])
-                                q_next.advance()
-                        else:
-                            warpgroup.wait_group(1)
-                        self.cotangents(weights, products, ds_pairs, s_delta, quad, do_state.index)
-                        cute.copy(
-                            save,
-                            save.retile(ds_rounded),
-                            save.partition_D(ds_tiles[None, None, wg, parity]),
-                        )
-                        cute.arch.fence_view_async_shared()
-                        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-                        if cutlass.const_expr(not self.prefetch):
-                            warpgroup.wait_group(0)
-                        pipelines.dout.consumer_release(do_state)
-                        do_state.advance()
-                        self.issue(dq, acc_dq, frag_ds[None, None, None, parity], frag_kt)
-                        self.issue_from_registers(
-                            dk, acc_dk, dweights, frag_qt[None, None, None, q_state.index]
-                        )
-                        # All but dK.
-                        warpgroup.wait_group(1)
-                        parity = 1 - parity
-                        self.store_dquery(acc_dq, s_dquery, wg, thread)
-                        if cutlass.const_expr(not prefetch):
-                            warpgroup.wait_group(0)
-                            pipelines.query.consumer_release(q_state)
-                            q_state.advance()
+                    pipelines.query.consumer_release(q_state)
+                    q_state.advance()
+            if cutlass.const_expr(self.config.overlap_dkey):
+                warpgroup.wait_group(0)
+                if visited.stop > visited.start:
+                    pipelines.query.consumer_release(q_state)
+                    q_state.advance()
 
         # The other warpgroup has read this one's keys, whose place dK takes.
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-        for i in cutlass.range_constexpr(cute.size(acc_dk)):
-            acc_dk[i] = acc_dk[i] * scale
-        self.store_rows(dk, acc_dk, s_keys, dkey, self.head_dim, block, wg, thread)
-        self.store_rows(dv, acc_dv, s_values, dvalue, self.value_head_dim, block, wg, thread)
+        for i in cutlass.range_constexpr(cute.size(registers.dkey)):
+            registers.dkey[i] = registers.dkey[i] * scale
+        self.store_rows(
+            matmuls.dkey, registers.dkey, s_keys, dkey, self.head_dim, block, wg, thread
+        )
+        self.store_rows(
+            matmuls.dvalue, registers.dvalue, s_values, dvalue, self.value_head_dim, block, wg, thread
+        )
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def matmuls(self) -> Matmuls:
+        """The five matmuls of a step, S and dP being alike."""
+        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        both = (False, True)
+        return Matmuls(
+            scores=tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in both),
+            dquery=tuple(
+                self._matmul(self.dq_columns, a="columns", b_major=mn_major, accumulate=x) for x in both
+            ),
+            dkey=self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True),
+            dvalue=self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True),
+        )
+
+    def operands(
+        self, matmuls: Matmuls, s_queries: Any, s_keys: Any, s_values: Any, s_douts: Any, s_ds: Any, wg: Int32
+    ) -> Operands:
+        """Shared-memory operands. Of keys and values a warpgroup takes its 64 rows.
+
+        dQ sums over all keys. Of its operand A a warpgroup takes its rows, or of B its columns.
+        """
+        scores, dquery = matmuls.scores[0], matmuls.dquery[0]
+        a_of, b_of = scores.get_slice(0).partition_A, scores.get_slice(0).partition_B
+        keys, values = (
+            scores.make_fragment_A(
+                a_of(cute.local_tile(tile[None, None, 0], (WARPGROUP_ROWS, width), (None, 0)))
+            )[None, None, None, wg]
+            for tile, width in ((s_keys, self.head_dim), (s_values, self.value_head_dim))
+        )
+        queries_by_row, douts_by_row = (
+            matmul.make_fragment_B(matmul.get_slice(0).partition_B(transposed(tiles)))
+            for matmul, tiles in ((matmuls.dkey, s_queries), (matmuls.dvalue, s_douts))
+        )
+        a_tiles = cute.local_tile(transposed(s_ds), (WARPGROUP_ROWS, self.tile_n), (None, 0, None))
+        b_tiles = cute.local_tile(
+            transposed(s_keys)[None, None, 0], (self.dq_columns, self.tile_n), (None, 0)
+        )
+        a_tile, b_tile = (wg, 0) if self.dq_by_rows else (0, wg)
+        part = dquery.get_slice(0)
+        return Operands(
+            keys=keys,
+            values=values,
+            queries=scores.make_fragment_B(b_of(s_queries)),
+            douts=scores.make_fragment_B(b_of(s_douts)),
+            queries_by_row=queries_by_row,
+            douts_by_row=douts_by_row,
+            ds_by_row=dquery.make_fragment_A(part.partition_A(a_tiles))[None, None, None, a_tile, None],
+            keys_by_row=dquery.make_fragment_B(part.partition_B(b_tiles))[None, None, None, b_tile],
+        )
+
+    def registers(self, matmuls: Matmuls) -> Registers:
+        """A thread's accumulators; and weights and their cotangents, rounded, two to a register."""
+
+        def accumulator(matmul: Any, columns: int) -> Any:
+            return cute.make_rmem_tensor(matmul.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
+
+        scores, products = (accumulator(matmuls.scores[0], self.tile_m) for _ in range(2))
+        weight_pairs, ds_pairs = (cute.make_rmem_tensor(self.tile_m // 4, Uint32) for _ in range(2))
+        a_layout = cute.make_layout(((2, 2, 2), 1, self.tile_m // 16))
+        rounded = [cute.recast_ptr(pairs.iterator, dtype=self.dtype) for pairs in (weight_pairs, ds_pairs)]
+        return Registers(
+            scores=scores,
+            products=products,
+            dquery=accumulator(matmuls.dquery[0], self.dq_columns),
+            dkey=accumulator(matmuls.dkey, self.head_dim),
+            dvalue=accumulator(matmuls.dvalue, self.value_head_dim),
+            weight_pairs=weight_pairs,
+            weights=cute.make_tensor(rounded[0], a_layout),
+            ds_pairs=ds_pairs,
+            ds=cute.make_tensor(rounded[1], a_layout),
+            ds_rounded=cute.make_tensor(rounded[1], scores.layout),
+        )
 
     def issue(self, matmuls: tuple, acc: Any, frag_a: Any, frag_b: Any) -> None:
         """Start acc = A B, both in shared memory."""
@@ -844,18 +911,21 @@ class AttentionBackward:
                 below.append(base + work.window_left + 1 - origin)
         mask.apply_r2p(weights, below=tuple(below), above=tuple(above), hidden=0.0)
 
-    def cotangents(
-        self, weights: Any, products: Any, pairs: Any, s_delta: Any, quad: Int32, stage: Int32
-    ) -> None:
-        """dS = P * (dP - delta), rounded. P is the rounded one: the other's registers hold scores again."""
+    def round_weights(self, registers: Registers) -> None:
+        """Weights as the operand of dV."""
+        for i in range(cute.size(registers.weight_pairs)):
+            registers.weight_pairs[i] = self.pack(registers.scores[2 * i], registers.scores[2 * i + 1])
+
+    def cotangents(self, registers: Registers, s_delta: Any, quad: Int32, stage: Int32) -> None:
+        """dS = P * (dP - delta), rounded."""
         pair = cute.make_rmem_tensor(2, Float32)
+        weights, products = registers.scores, registers.products
         for j in range(self.tile_m // 8):
             cute.autovec_copy(s_delta[None, quad, j, stage], pair)
             for r in range(2):
                 i = 4 * j + 2 * r
-                pairs[2 * j + r] = self.pack(
-                    weights[i].to(Float32) * (products[i] - pair[0]),
-                    weights[i + 1].to(Float32) * (products[i + 1] - pair[1]),
+                registers.ds_pairs[2 * j + r] = self.pack(
+                    weights[i] * (products[i] - pair[0]), weights[i + 1] * (products[i + 1] - pair[1])
                 )
 
     def pack(self, low: Float32, high: Float32) -> Uint32:

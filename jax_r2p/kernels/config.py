@@ -170,7 +170,7 @@ class BackwardConfig:
       tile_m: query rows of a step, 64 or 128.
       tile_n: keys of a CTA, 128: 64 for each of two consumer warpgroups.
       stages: depth of the query and of the dout pipeline, in steps.
-      prefetch_scores: the scores of a step are computed under the arithmetic of the step before.
+      overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 
@@ -186,7 +186,7 @@ class BackwardConfig:
     tile_m: int
     tile_n: int = 128
     stages: int = 2
-    prefetch_scores: bool
+    overlap_dkey: bool
     producer_registers: int = 24
     consumer_registers: int = 240
 
