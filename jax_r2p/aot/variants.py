@@ -5,7 +5,7 @@ of bf16 and length 8192, the candidates of a row alternating in one run; docs/pe
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, Mask
 
@@ -79,12 +79,15 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # 4.24; with tile_n 112 4.34. One tile a CTA: 4.29; with tile_n 96 4.63; without turns 4.71. With the
         # query in registers they spill; tile_n 112 then has room and is 0 to 1 % slower.
         row(64, "none", 192, 128, 1, 32, 160, "shared"),
+        # 64x64, three CTAs an SM, over 192x128: 0.71 at length 512, 0.77 at 1024, 0.97 at 2048, 1.13 at 8192.
+        row(64, "causal", 64, 64, 3, 24, 136, "registers"),
         # 2.23; with tile_n 112 2.33. One tile a CTA: 2.29; with tile_n 96 2.39; without turns 2.46.
-        row(64, "causal", 192, 128, 1, 32, 160, "shared"),
+        row(64, "causal", 192, 128, 1, 32, 160, "shared", least_span=3072),
         # Windows (64, 0) and (256, 0): 0.164 and 0.288; 192x128, one CTA an SM, 0.262 and 0.374; four CTAs
         # 0.169 and 0.311, and they spill. The query in shared memory: 5 and 4 % slower.
         row(64, "window", 64, 64, 3, 24, 136, "registers"),
-        # Not timed yet; the d64 rows with what registers and memory allow. With tile_n 128 they spill.
+        # Causal 1.95; 128x128 with the query in registers 2.03, in shared memory 2.17. With tile_n 128 the
+        # 192 rows spill. Dense calls take the same tiles.
         row(96, "none", 192, 112, 1, 32, 160, "shared"),
         row(96, "causal", 192, 112, 1, 32, 160, "shared"),
         # With the query in registers it spills.
@@ -93,25 +96,27 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # The query in shared memory: 1 to 2 % slower, with tile_n 160 as fast as 144 but 20 % slower at 512;
         # with it in registers 160 spill. 176 leave no room for the out tile.
         row(128, "none", 128, 128, 1, 24, 240, "registers"),
+        # 64x64, two CTAs an SM, over 128x128: 0.99 at length 113, 0.97 at 512, 1.02 at 1024, 1.09 at 2048.
+        row(128, "causal", 64, 64, 2, 24, 232, "registers"),
         # The query in shared memory: 1 to 2 % slower. tile_n 112 is 3 % slower, 144 was as fast, but slower
         # at lengths 512 and 2048.
-        row(128, "causal", 128, 128, 1, 24, 240, "registers"),
+        row(128, "causal", 128, 128, 1, 24, 240, "registers", least_span=768),
         # Windows (64, 0) and (256, 0): 0.142 and 0.230; 128x64, one CTA an SM, 0.168 and 0.277; 128x128 0.164
         # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers. The
         # query in shared memory: 4 % faster (noise of a call bound by memory) and 4 % slower.
         row(128, "window", 64, 64, 2, 24, 232, "registers"),
         # Over 64x64: windows (64, 0) 1.04, (256, 0) 0.96 to 1.02, (1024, 0) 0.85 to 0.91.
         row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=512),
-        # Not timed yet. tile_n 128 finds no room, and with an out tile of its own 80 is the most. Windows:
-        # 48 keys let two CTAs share an SM.
+        # Causal 1.71; tile_n 96 1.72; 80 with the query in registers and an out tile of its own, the most there
+        # is room for, 1.75. Windows: 48 keys let two CTAs share an SM; not timed.
         row(192, "none", 128, 112, 1, 24, 240, "under out"),
         row(192, "causal", 128, 112, 1, 24, 240, "under out"),
         row(192, "window", 64, 48, 2, 24, 232, "under out"),
-        # Not timed yet. tile_n 128 has no room for the out tile.
+        # Causal 1.41; the query in shared memory 1.43, tile_n 96 1.44. 128 has no room for the out tile.
         row((192, 128), "none", 128, 112, 1, 24, 240, "registers"),
         row((192, 128), "causal", 128, 112, 1, 24, 240, "registers"),
         row((192, 128), "window", 64, 48, 2, 24, 232, "registers"),
-        # No other tiles timed yet. tile_n 80 is the most that finds room. Windows: one CTA an SM, since 64x64
+        # Causal 1.88 and, at length 512, 0.218; tile_n 64 2.00 and 0.214. 80 is the most that finds room. Windows: one CTA an SM, since 64x64
         # is too large for two; with the query in registers it spills.
         row(256, "none", 128, 80, 1, 24, 240, "under out"),
         row(256, "causal", 128, 80, 1, 24, 240, "under out"),
@@ -122,17 +127,26 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
 def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     """The backward kernels of one dtype."""
 
-    def row(head_dim: int, mask: Mask, tile_m: int, *, overlap_dkey: bool) -> VariantRow:
+    def row(head_dim: int, mask: Mask, tile_m: int, tile_n: int, **config: Any) -> VariantRow:
         return VariantRow(
             BackwardConfig(
-                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, overlap_dkey=overlap_dkey
+                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, tile_n=tile_n, **config
             )
         )
 
-    masks: tuple[Mask, ...] = ("none", "causal", "window")
+    small: dict[str, Any] = {"min_blocks": 2, "consumer_registers": 232, "overlap_dkey": True}
     return (
-        *(row(64, mask, 128, overlap_dkey=False) for mask in masks),
-        *(row(128, mask, 64, overlap_dkey=True) for mask in masks),
+        # head dim, mask, query rows of a step, keys of a CTA
+        # The times are of the whole backward pass. 64x64 with two CTAs an SM: 5.99 and 12.30 against 5.76 and
+        # 10.48; windows (256, 0) 0.92 against 1.00. dK into the next step finds no registers with 128x128.
+        row(64, "none", 128, 128, overlap_dkey=False),
+        row(64, "causal", 128, 128, overlap_dkey=False),
+        row(64, "window", 64, 64, **small),
+        # dK into the next step: 4.77 against 4.95. Scores of the next step under this one's: 5.40. 64x64 with
+        # two CTAs an SM leaves too few registers, and 128x128 even more so.
+        row(128, "none", 64, 128, overlap_dkey=True),
+        row(128, "causal", 64, 128, overlap_dkey=True),
+        row(128, "window", 64, 128, overlap_dkey=True),
     )
 
 

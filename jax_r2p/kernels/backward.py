@@ -1,7 +1,6 @@
 """Flash-attention backward for SM90: the cotangents of query, key and value from those of out and residual.
 
-One CTA owns `tile_n` keys of one head of key and value, 64 for each of two consumer warpgroups, and goes
-through the query tiles that see them, for every query head that shares the keys. Scores are computed
+One CTA owns `tile_n` keys of one head of key and value, 64 for each consumer warpgroup, and goes through the query tiles that see them, for every query head that shares the keys. Scores are computed
 transposed, S^T = K Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in
 which the matmuls dV += P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in
 queries `mask.py` turns into predicates as it does in the forward pass. Only dS goes through shared memory,
@@ -39,11 +38,13 @@ from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, BackwardConfig, bo
 
 LOG2_E = math.log2(math.e)
 
-CONSUMERS = 2 * WARPGROUP
 REDUCE_WARP = 1
 """The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads."""
 
 WARP = 32
+DQ_COLUMNS = 64
+"""Columns of dQ that a warpgroup computes at a time."""
+
 FAR = 1 << 30
 """Further than any query or key: the bound of a key that is not there."""
 
@@ -155,9 +156,13 @@ class AttentionBackward:
         self.stages = config.stages
         self.has_left = config.mask == "window"
         self.has_right = config.mask in ("causal", "window")
-        # A warpgroup computes 64 rows of dQ: its half of the rows, or all of them and its half of the columns.
-        self.dq_by_rows = config.tile_m == CONSUMERS // WARPGROUP * WARPGROUP_ROWS
-        self.dq_columns = config.head_dim if self.dq_by_rows else config.head_dim // 2
+        self.warpgroups = config.consumer_warpgroups
+        self.consumers = self.warpgroups * WARPGROUP
+        # A warpgroup computes 64 rows of dQ: those of its number, or all there are and its share of columns.
+        self.dq_by_rows = config.tile_m == self.warpgroups * WARPGROUP_ROWS
+        self.dq_columns = config.head_dim if self.dq_by_rows else config.head_dim // self.warpgroups
+        # More than 64 columns at once would not leave registers enough.
+        self.dq_passes = self.dq_columns // DQ_COLUMNS
 
     # Host side -------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class AttentionBackward:
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.min_blocks,
             preferred_smem_carveout=100,
         )
 
@@ -389,7 +394,7 @@ class AttentionBackward:
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS // WARP),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // WARP),
                 tx_count=size,
                 defer_sync=True,
             )
@@ -588,7 +593,7 @@ class AttentionBackward:
         A tile is in the order in which threads hold it, so that neither they nor this copy meet a bank
         conflict: see `store_dquery`. Whoever reads the sums puts them in rows.
         """
-        half = self.tile_m * self.head_dim // 2
+        part = WARPGROUP_ROWS * self.dq_columns
         block = self.block(schedule)
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
@@ -598,7 +603,7 @@ class AttentionBackward:
                 # The copies of the step before have read the tile.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                for wg in cutlass.range_constexpr(2):
+                for wg in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.barrier_arrive(
                         barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP
                     )
@@ -615,17 +620,17 @@ class AttentionBackward:
                         - block.index
                     )
                     self.await_turn(schedule.counters + Int64(number) * 4, before)
-                for wg in cutlass.range_constexpr(2):
+                for wg in cutlass.range_constexpr(self.warpgroups):
                     cute.arch.barrier(
                         barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP
                     )
-                    source = (shared + wg * half).toint()
-                    target = (dquery + (Int64(number) * 2 + wg) * half).toint()
+                    source = (shared + wg * part).toint()
+                    target = (dquery + (Int64(number) * self.warpgroups + wg) * part).toint()
                     with cute.arch.elect_one():
                         cute.arch.inline_ptx(
                             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
                             "[{$r0}], [{$r1}], {$r2};",
-                            read_only_args=[Int64(target), Int32(source), Int32(4 * half)],
+                            read_only_args=[Int64(target), Int32(source), Int32(4 * part)],
                         )
                     cute.arch.cp_async_bulk_commit_group()
                 if schedule.counters != 0:
@@ -745,17 +750,11 @@ class AttentionBackward:
                 self.cotangents(registers, s_delta, quad, do_state.index)
                 cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
                 warpgroup.wait_group(0)
                 pipelines.dout.consumer_release(do_state)
                 do_state.advance()
-                self.issue(
-                    matmuls.dquery,
-                    registers.dquery,
-                    operands.ds_by_row[None, None, None, parity],
-                    operands.keys_by_row,
-                )
-                parity = 1 - parity
+                self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
                 self.issue_from_registers(
                     matmuls.dkey,
                     registers.dkey,
@@ -765,7 +764,12 @@ class AttentionBackward:
                 q_next.advance()
                 warpgroup.wait_group(1)
                 # dK runs.
-                self.store_dquery(registers.dquery, s_dquery, wg, thread)
+                self.store_dquery(registers.dquery, s_dquery, wg, thread, 0)
+                for number in cutlass.range_constexpr(1, self.dq_passes):
+                    self.issue_dquery(matmuls, registers, operands, parity, wg, number)
+                    warpgroup.wait_group(0)
+                    self.store_dquery(registers.dquery, s_dquery, wg, thread, number)
+                parity = 1 - parity
                 if cutlass.const_expr(not self.config.overlap_dkey):
                     warpgroup.wait_group(0)
                     pipelines.query.consumer_release(q_state)
@@ -777,7 +781,7 @@ class AttentionBackward:
                     q_state.advance()
 
         # The other warpgroup has read this one's keys, whose place dK takes.
-        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
         for i in cutlass.range_constexpr(cute.size(registers.dkey)):
             registers.dkey[i] = registers.dkey[i] * scale
         self.store_rows(
@@ -796,7 +800,7 @@ class AttentionBackward:
         return Matmuls(
             scores=tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in both),
             dquery=tuple(
-                self._matmul(self.dq_columns, a="columns", b_major=mn_major, accumulate=x) for x in both
+                self._matmul(DQ_COLUMNS, a="columns", b_major=mn_major, accumulate=x) for x in both
             ),
             dkey=self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True),
             dvalue=self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True),
@@ -822,10 +826,8 @@ class AttentionBackward:
             for matmul, tiles in ((matmuls.dkey, s_queries), (matmuls.dvalue, s_douts))
         )
         a_tiles = cute.local_tile(transposed(s_ds), (WARPGROUP_ROWS, self.tile_n), (None, 0, None))
-        b_tiles = cute.local_tile(
-            transposed(s_keys)[None, None, 0], (self.dq_columns, self.tile_n), (None, 0)
-        )
-        a_tile, b_tile = (wg, 0) if self.dq_by_rows else (0, wg)
+        b_tiles = cute.local_tile(transposed(s_keys)[None, None, 0], (DQ_COLUMNS, self.tile_n), (None, 0))
+        a_tile = wg if self.dq_by_rows else 0
         part = dquery.get_slice(0)
         return Operands(
             keys=keys,
@@ -835,7 +837,7 @@ class AttentionBackward:
             queries_by_row=queries_by_row,
             douts_by_row=douts_by_row,
             ds_by_row=dquery.make_fragment_A(part.partition_A(a_tiles))[None, None, None, a_tile, None],
-            keys_by_row=dquery.make_fragment_B(part.partition_B(b_tiles))[None, None, None, b_tile],
+            keys_by_row=dquery.make_fragment_B(part.partition_B(b_tiles)),
         )
 
     def registers(self, matmuls: Matmuls) -> Registers:
@@ -851,7 +853,7 @@ class AttentionBackward:
         return Registers(
             scores=scores,
             products=products,
-            dquery=accumulator(matmuls.dquery[0], self.dq_columns),
+            dquery=accumulator(matmuls.dquery[0], DQ_COLUMNS),
             dkey=accumulator(matmuls.dkey, self.head_dim),
             dvalue=accumulator(matmuls.dvalue, self.value_head_dim),
             weight_pairs=weight_pairs,
@@ -871,6 +873,18 @@ class AttentionBackward:
                 overwrite if k == 0 else accumulate, acc, frag_a[None, None, k], frag_b[None, None, k], acc
             )
         warpgroup.commit_group()
+
+    def issue_dquery(
+        self, matmuls: Matmuls, registers: Registers, operands: Operands, stage: Int32, wg: Int32, number: int
+    ) -> None:
+        """Start pass `number` over this warpgroup's columns of dQ."""
+        tile = number if self.dq_by_rows else wg * self.dq_passes + number
+        self.issue(
+            matmuls.dquery,
+            registers.dquery,
+            operands.ds_by_row[None, None, None, stage],
+            operands.keys_by_row[None, None, None, tile],
+        )
 
     def issue_from_registers(self, matmul: Any, acc: Any, registers: Any, frag_b: Any) -> None:
         """Start acc += A B, with A in registers."""
@@ -937,26 +951,29 @@ class AttentionBackward:
             read_only_args=[high, low],
         )
 
-    def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32) -> None:
-        """Hand this warpgroup's part of dQ to `add_dquery`.
+    def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32, number: int) -> None:
+        """Hand pass `number` of this warpgroup's part of dQ to `add_dquery`.
 
         Four columns of a row at a time, [j: columns / 16][r: 2][thread: 128][4]: those of thread t are row
         16 * (t // 32) + 8 * r + t % 32 // 4 and columns 16 * j + 2 * (t % 4) + {0, 1, 8, 9}.
         """
-        groups = self.dq_columns // 16
+        groups = DQ_COLUMNS // 16
         target = cute.make_tensor(
-            shared + wg * (WARPGROUP_ROWS * self.dq_columns),
+            shared + wg * (WARPGROUP_ROWS * self.dq_columns) + number * (WARPGROUP_ROWS * DQ_COLUMNS),
             cute.make_layout((4, WARPGROUP, 2 * groups), stride=(1, 4, 4 * WARPGROUP)),
         )
         four = cute.make_rmem_tensor(4, Float32)
-        cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP)
+        threads = WARPGROUP + WARP
+        if number == 0:
+            cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=threads)
         for j in range(groups):
             for r in range(2):
                 for e in range(4):
                     four[e] = acc[8 * j + 4 * (e // 2) + 2 * r + e % 2]
                 cute.autovec_copy(four, target[None, thread, 2 * j + r])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
+        if number == self.dq_passes - 1:
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=threads)
 
     @cute.jit
     def clear_keys(self, s_keys: cute.Tensor, s_values: cute.Tensor, work: Work, schedule: Schedule):
@@ -966,7 +983,7 @@ class AttentionBackward:
             self.clear(s_keys.iterator, self.tile_n, self.head_dim, first)
             self.clear(s_values.iterator, self.tile_n, self.value_head_dim, first)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
 
     @cute.jit
     def clear_rows(
@@ -984,7 +1001,7 @@ class AttentionBackward:
             first = blocks.maximum(work.query_length - tile * self.tile_m, 0)
             self.clear(s_rows[None, None, stage].iterator, self.tile_m, width, first)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
 
     @cute.jit
     def clear(
@@ -999,8 +1016,8 @@ class AttentionBackward:
         for box in cutlass.range_constexpr(width // box_columns(width)):
             start = box * rows * box_words + first * box_words
             count = (rows - first) * box_words
-            for step in cutlass.range((count - thread + CONSUMERS - 1) // CONSUMERS, unroll=1):
-                words[start + step * CONSUMERS + thread] = Uint32(0)
+            for step in cutlass.range((count - thread + self.consumers - 1) // self.consumers, unroll=1):
+                words[start + step * self.consumers + thread] = Uint32(0)
 
     def store_rows(
         self,
@@ -1041,7 +1058,7 @@ class AttentionBackward:
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             place = (None, None, block.head, block.batch)
             _, s_view, g_view = self._tma_tiles((atom, coords, tiles), place, (WARPGROUP_ROWS, width))
-            cute.copy(atom, s_view[None, wg], g_view[None, block.index * 2 + wg])
+            cute.copy(atom, s_view[None, wg], g_view[None, block.index * self.warpgroups + wg])
             cute.arch.cp_async_bulk_commit_group()
 
 

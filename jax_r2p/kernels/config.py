@@ -45,6 +45,35 @@ def box_columns(width: int) -> int:
     return next(columns for columns in BOX_COLUMNS if width % columns == 0)
 
 
+def check_registers(config: ForwardConfig | BackwardConfig) -> None:
+    """Refuse what `setmaxnreg` cannot give: a wrong sum hangs the kernel instead of failing."""
+    for role, registers in (
+        ("producer", config.producer_registers),
+        ("consumer", config.consumer_registers),
+    ):
+        if registers % 8 or not 24 <= registers <= 256:
+            raise ValueError(f"{role}_registers={registers} must be a multiple of 8 in 24..256")
+    # Before `setmaxnreg` a thread has an equal share, in steps of 8.
+    at_entry = REGISTER_FILE // (config.threads * config.min_blocks) // 8 * 8
+    pool = at_entry * (config.consumer_warpgroups + 1)
+    asked = config.consumer_registers * config.consumer_warpgroups + config.producer_registers
+    if asked > pool:
+        raise ValueError(
+            f"setmaxnreg asks for {asked} registers a thread column, the CTA's pool holds {pool} "
+            f"({config.threads} threads, {config.min_blocks} CTAs an SM)"
+        )
+
+
+def check_shared_memory(config: ForwardConfig | BackwardConfig) -> None:
+    """Refuse tiles that find no room."""
+    limit = min(SHARED_MEMORY_PER_CTA, SHARED_MEMORY_PER_SM // config.min_blocks - SHARED_MEMORY_RESERVED)
+    if config.shared_memory > limit:
+        raise ValueError(
+            f"tiles need {config.shared_memory} bytes of shared memory, {limit} are left to each of "
+            f"{config.min_blocks} CTAs"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
     """One compiled form of the forward kernel.
@@ -112,22 +141,8 @@ class ForwardConfig:
             )
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n} must be a multiple of 16 in 16..256")
-        for role, registers in (("producer", self.producer_registers), ("consumer", self.consumer_registers)):
-            if registers % 8 or not 24 <= registers <= 256:
-                raise ValueError(f"{role}_registers={registers} must be a multiple of 8 in 24..256")
-        pool = self.registers_at_entry * (self.consumer_warpgroups + 1)
-        asked = self.consumer_registers * self.consumer_warpgroups + self.producer_registers
-        if asked > pool:
-            raise ValueError(
-                f"setmaxnreg asks for {asked} registers a thread column, the CTA's pool holds {pool} "
-                f"({self.threads} threads, {self.min_blocks} CTAs an SM)"
-            )
-        limit = min(SHARED_MEMORY_PER_CTA, SHARED_MEMORY_PER_SM // self.min_blocks - SHARED_MEMORY_RESERVED)
-        if self.shared_memory > limit:
-            raise ValueError(
-                f"tiles need {self.shared_memory} bytes of shared memory, {limit} are left to each of "
-                f"{self.min_blocks} CTAs"
-            )
+        check_registers(self)
+        check_shared_memory(self)
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -138,11 +153,6 @@ class ForwardConfig:
     def threads(self) -> int:
         """Threads of a CTA."""
         return WARPGROUP * (self.consumer_warpgroups + 1)
-
-    @property
-    def registers_at_entry(self) -> int:
-        """Registers a thread has before `setmaxnreg`: an equal share, in steps of 8."""
-        return REGISTER_FILE // (self.threads * self.min_blocks) // 8 * 8
 
     @property
     def shared_memory(self) -> int:
@@ -167,25 +177,24 @@ class BackwardConfig:
       head_dim: columns of a query or key tile, 64 or 128. Narrower heads run in it by the TMA's zero fill.
       value_head_dim: columns of a value tile, likewise; None for as many.
       mask: which mask code is compiled in. The ends of the keys and queries are always masked.
-      tile_m: query rows of a step, 64 or 128.
-      tile_n: keys of a CTA, 128: 64 for each of two consumer warpgroups.
+      tile_m: query rows of a step, 64, or 128 with two consumer warpgroups.
+      tile_n: keys of a CTA, 64 for each of one or two consumer warpgroups.
       stages: depth of the query and of the dout pipeline, in steps.
+      min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 
     role: ClassVar[Role] = "backward"
-    min_blocks: ClassVar[int] = 1
-    consumer_warpgroups: ClassVar[int] = 2
-    threads: ClassVar[int] = 3 * WARPGROUP
 
     dtype: Literal["bf16", "fp16"]
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
     mask: Mask
     tile_m: int
-    tile_n: int = 128
+    tile_n: int
     stages: int = 2
+    min_blocks: int = 1
     overlap_dkey: bool
     producer_registers: int = 24
     consumer_registers: int = 240
@@ -194,20 +203,35 @@ class BackwardConfig:
         """Refuse what cannot run."""
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
-        for name, allowed in (("head_dim", (64, 128)), ("value_head_dim", (64, 128)), ("tile_m", (64, 128))):
+        for name, allowed in (
+            ("head_dim", (64, 128)),
+            ("value_head_dim", (64, 128)),
+            ("tile_n", (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)),
+            ("tile_m", (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {allowed}")
-        if self.tile_n != self.consumer_warpgroups * WARPGROUP_ROWS:
-            raise ValueError(f"tile_n={self.tile_n} must be {self.consumer_warpgroups * WARPGROUP_ROWS}")
-        pool = REGISTER_FILE // self.threads // 8 * 8 * (self.consumer_warpgroups + 1)
-        asked = self.consumer_registers * self.consumer_warpgroups + self.producer_registers
-        if asked > pool:
-            raise ValueError(f"setmaxnreg asks for {asked} registers a thread column, the pool holds {pool}")
-        if self.shared_memory > SHARED_MEMORY_PER_CTA:
+        if self.tile_m > self.tile_n:
+            raise ValueError(f"tile_m={self.tile_m} must be at most tile_n={self.tile_n}")
+        if self.tile_m * self.head_dim < self.tile_n * 64:
             raise ValueError(
-                f"tiles need {self.shared_memory} bytes of shared memory, a CTA can have "
-                f"{SHARED_MEMORY_PER_CTA}"
+                f"tile_m={self.tile_m} and head_dim={self.head_dim} leave less than 64 x 64 elements of dQ to "
+                f"each of {self.consumer_warpgroups} warpgroups"
             )
+        if self.overlap_dkey and self.stages < 2:
+            raise ValueError("overlap_dkey needs 2 stages: a step's query rows stay until the next has begun")
+        check_registers(self)
+        check_shared_memory(self)
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute; one more feeds them."""
+        return self.tile_n // WARPGROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARPGROUP * (self.consumer_warpgroups + 1)
 
     @property
     def shared_memory(self) -> int:
