@@ -24,6 +24,7 @@ ORDER = [
     "_arguments",
     "_primitives",
     "_batching",
+    "_sharding",
     "_dispatch",
     "_ffi",
     "_manifest",
