@@ -73,7 +73,7 @@ def attention(
 
     Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`. Derivatives of any order
     come from the reference, and so need its memory. `vmap` over the query alone copies neither key nor value;
-    over `scale` it launches one kernel for each value.
+    over `scale` it launches one kernel for each value. Arrays that are sharded along batch or heads stay so.
 
     Which keys a query sees, with 1 for visible, queries as rows and keys as columns:
 

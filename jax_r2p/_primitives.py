@@ -10,6 +10,7 @@ Its parameter `lengths` says which lengths are among the operands: those of the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_r2p import _batching, _dispatch, _ffi, reference
-from jax_r2p._manifest import Variant
+from jax_r2p import _batching, _dispatch, _ffi, _sharding, reference
+from jax_r2p._manifest import Variant, load_manifest
 from jax_r2p._spec import AttentionSpec
 
 _Attention = Callable[..., tuple[Array, Array]]
@@ -232,14 +233,27 @@ def _lower_cuda(
             spec, query.shape, key.shape, value.shape, query.dtype, _dispatch.lowering_capability()
         )
         if isinstance(choice, Variant):
-            call = functools.partial(_call_kernel, variant=choice, spec=spec)
-            return _lower(_with_lengths(call, lengths), ctx, *operands)
+            settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), "lengths": lengths}
+            if _sharding.is_split(ctx):
+                _ffi.register()  # here too: a program that is found in a cache is not split again
+                return _sharding.lower(ctx, *operands, settings=settings)
+            return _lower(_kernel_call(settings), ctx, *operands)
         _fall_back(choice, implementation)
     return _lower_reference(ctx, *operands, spec=spec, lengths=lengths)
 
 
 mlir.register_lowering(attention_p, _lower_default)
 mlir.register_lowering(attention_p, _lower_cuda, platform="cuda")
+
+
+def _kernel_call(settings: _sharding.Settings) -> _Attention:
+    """Returns the function of the primitive's operands, or of a shard of each, that calls a kernel."""
+    (variant,) = (variant for variant in load_manifest().variants if variant.name == settings["variant"])
+    spec = AttentionSpec(**settings["spec"])
+    return _with_lengths(functools.partial(_call_kernel, variant=variant, spec=spec), settings["lengths"])
+
+
+_sharding.register(_kernel_call, "cuda")
 
 
 def _is_empty(ctx: Any) -> bool:
@@ -304,17 +318,40 @@ def _pad_heads(x: Array) -> Array:
     return lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, missing, 0)])
 
 
-def _map(call: _Attention, axis: int, size: int, *operands: Array | None) -> tuple[Array, Array]:
+def _map(
+    call: _Attention, axis: int, size: int, query: Array, key: Array, value: Array, *small: Array | None
+) -> tuple[Array, Array]:
     """Calls `call` for each index of batch dimension `axis`, one after the other.
 
     An operand of size 1 there is shared, as is None. The kernel reads a single scale, so each further one
     costs a launch.
+
+    A plain loop, since those of `lax.map` have inner functions, which XLA does not expect in a program that
+    takes the place of a custom call (`_sharding`): for CPU, as of jax 0.12, it fails to compile them.
     """
+    *batch, queries, heads, _ = query.shape
+
+    def start(x: Array, i: Array) -> list[Any]:
+        return [i if dim == axis else np.int32(0) for dim in range(x.ndim)]
 
     def take(x: Array | None, i: Array) -> Array | None:
         if x is None:
             return None
-        return x.squeeze(axis) if x.shape[axis] == 1 else lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+        if x.shape[axis] > 1:
+            sizes = [1 if dim == axis else length for dim, length in enumerate(x.shape)]
+            x = lax.dynamic_slice(x, start(x, i), sizes)
+        return lax.squeeze(x, (axis,))
 
-    out, lse = lax.map(lambda i: call(*(take(x, i) for x in operands)), jnp.arange(size))
-    return jnp.moveaxis(out, 0, axis), jnp.moveaxis(lse, 0, axis)
+    def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, *wholes = state
+        parts = call(*(take(x, i) for x in (query, key, value, *small)))
+        out, lse = (
+            lax.dynamic_update_slice(whole, lax.expand_dims(part, (axis,)), start(whole, i))
+            for whole, part in zip(wholes, parts, strict=True)
+        )
+        return i + 1, out, lse
+
+    out = lax.full((*batch, queries, heads, value.shape[-1]), 0, query.dtype)
+    lse = lax.full((*batch, heads, queries), 0, np.dtype(np.float32))
+    _, out, lse = lax.while_loop(lambda state: state[0] < size, step, (jnp.int32(0), out, lse))
+    return out, lse

@@ -26,6 +26,7 @@ ORDER = [
     "_arguments",
     "_primitives",
     "_batching",
+    "_sharding",
     "_dispatch",
     "_ffi",
     "_manifest",

@@ -301,11 +301,14 @@ def test_shard_map_calls_with_local_shapes():
 
 
 def test_explicit_mesh_folds_what_its_types_would_not_merge():
-    """A new dimension and a batch that is sharded. No rule of the mesh may get into the way of the fold."""
+    """A new dimension and a batch that is sharded. No rule of the mesh may get into the way of the fold.
+
+    For one device: where there are several, `test_sharding` looks at each one's calls.
+    """
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     sharding = NamedSharding(mesh, P(None, "x", None, "y"))
     query, key = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype, sharding=sharding) for x in (QUERY, KEY))
     scales = jax.ShapeDtypeStruct((3,), jnp.float32)
