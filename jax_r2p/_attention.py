@@ -150,7 +150,7 @@ def attention(
         out, lse = reference.attention(query, key, value, factor, *lengths, spec=spec)
     else:
         if implementation == "r2p":
-            _require_kernel(spec, arrays)
+            require_kernel(spec, arrays)
         out, lse = _primitives.bind_attention(
             query, key, value, factor, *lengths, spec=spec, implementation=implementation
         )
@@ -166,7 +166,7 @@ def _is_empty(arrays: Sequence[ArrayOrStruct]) -> bool:
     return _dispatch.is_empty(arrays[0].shape, arrays[1].shape)
 
 
-def _require_kernel(spec: AttentionSpec, arrays: Sequence[Array]) -> None:
+def require_kernel(spec: AttentionSpec, arrays: Sequence[Array]) -> None:
     """Raises NotImplementedError if no GPU has a kernel. Lowering would, too, but far from the caller."""
     choice = _choose(spec, arrays, _dispatch.HOPPER)
     if isinstance(choice, str) and not _is_empty(arrays):

@@ -67,7 +67,7 @@ def bind_attention(
 
 
 def _bind(*operands: Array, **params: Any) -> tuple[Array, Array]:
-    out, lse = attention_p.bind(*_vary_together(*operands), **params)
+    out, lse = attention_p.bind(*vary_together(*operands), **params)
     return out, lse
 
 
@@ -81,7 +81,7 @@ def _with_lengths(function: _Attention, lengths: _Lengths) -> _Attention:
     return of_operands
 
 
-def _vary_together(*operands: Array) -> list[Array]:
+def vary_together(*operands: Array) -> list[Array]:
     """Makes operands vary over the same manual axes of a `shard_map`.
 
     The transpose of this cast is a sum over the axis: it is what adds up the gradients of an operand that is

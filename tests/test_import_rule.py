@@ -22,6 +22,7 @@ ORDER = [
     "__init__",
     "flax",
     "_dot_product_attention",
+    "_ring",
     "_attention",
     "_arguments",
     "_primitives",
