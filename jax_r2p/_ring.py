@@ -503,6 +503,8 @@ def _around_forward(ring: _Ring, *operands: Array) -> tuple[tuple[Array, Array],
 def _around_backward(
     ring: _Ring, kept: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, ...]:
+    # Or XLA would find hops that both trips have in common, and keep what visits there.
+    kept, cotangents = lax.optimization_barrier((kept, cotangents))
     query, key, value, scale, *_ = kept
     zeros = (jnp.zeros(x.shape, scale.dtype) for x in (query, key, value, scale))
     sums = tuple(_primitives.vary_together(*zeros, query)[:4])
