@@ -25,11 +25,14 @@ ORDER = [
     "_attention",
     "_arguments",
     "_primitives",
+    "_kernel_call",
     "_batching",
     "_dispatch",
     "_ffi",
     "_manifest",
+    "_blockwise",
     "reference",
+    "_scores",
     "_spec",
 ]
 BUILD_TIME = {"aot", "kernels"}
@@ -132,6 +135,8 @@ print([name for name in sys.modules if name.startswith(("jax_r2p.aot", "jax_r2p.
 
 def test_public_names():
     assert set(jax_r2p.__all__) == {
+        "OUT_NAME",
+        "RESIDUAL_NAME",
         "Explanation",
         "FallbackWarning",
         "__version__",
