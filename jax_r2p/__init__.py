@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jax_r2p._attention import explain as explain
     from jax_r2p._dispatch import FallbackWarning as FallbackWarning
     from jax_r2p._dot_product_attention import dot_product_attention as dot_product_attention
+    from jax_r2p._primitives import OUT_NAME as OUT_NAME
+    from jax_r2p._primitives import RESIDUAL_NAME as RESIDUAL_NAME
     from jax_r2p._ring import from_zigzag as from_zigzag
     from jax_r2p._ring import ring_attention as ring_attention
     from jax_r2p._ring import to_zigzag as to_zigzag
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "OUT_NAME": "jax_r2p._primitives",
+    "RESIDUAL_NAME": "jax_r2p._primitives",
     "Explanation": "jax_r2p._attention",
     "FallbackWarning": "jax_r2p._dispatch",
     "attention": "jax_r2p._attention",
@@ -41,6 +45,8 @@ _MODULES = {
 }
 
 __all__ = [
+    "OUT_NAME",
+    "RESIDUAL_NAME",
     "Explanation",
     "FallbackWarning",
     "__version__",

@@ -9,6 +9,7 @@ import re
 import threading
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import Array
@@ -26,6 +27,9 @@ from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 TARGET = "jax_r2p.attention_forward.v2"
 """Name of the call in compiled programs. Another signature needs another name."""
+
+BACKWARD_TARGET = "jax_r2p.attention_backward.v1"
+"""The same for the backward pass."""
 
 LIBRARY = "libjax_r2p.so"
 
@@ -130,6 +134,82 @@ def attention_forward(
         kv_inner=np.int64(kv_inner),
     )
     return out, lse
+
+
+def attention_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    scale: Array,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    *,
+    variant: Variant,
+    spec: AttentionSpec,
+    kv_repeat: int,
+    kv_inner: int,
+    deterministic: bool,
+) -> tuple[Array, Array, Array]:
+    """Calls a backward kernel, in a function that is lowered for CUDA.
+
+    With scores s, weights p = exp(s - lse) and ds = p * (dout . value - delta):
+
+    Args:
+      query: (B, T, N, H), not empty.
+      key: (B // kv_repeat, S, K, H).
+      value: (B // kv_repeat, S, K, Hv).
+      dout: (B, T, N, Hv), with the dtype of query; cotangent of out.
+      lse: (B, N, T), float32.
+      delta: (B, N, T), float32: the sum of dout * out over a row, minus the cotangent of lse; 0 where lse is
+        -inf.
+      scale: float32 scalar.
+      query_lengths: (B,), int32: the queries that are there. None for T.
+      key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
+      variant: The kernel, one that fits the arguments.
+      spec: The visible keys; bounds that do not bind at these lengths are left out.
+      kv_repeat: See `Folding.repeat`.
+      kv_inner: See `Folding.inner`.
+      deterministic: Whether the sums are added up in a fixed order, so that each run gives the same bits.
+
+    Returns:
+      dquery_sum, (B, T, N, H), float32: the sum of ds * key over the keys, without scale. dkey and dvalue,
+      like key and value: the sum of scale * ds * query and of p * dout, over all queries that share a key.
+
+    Raises:
+      InstallationError: The library cannot be used.
+    """
+    register()
+    batch, queries, heads, _ = query.shape
+    # Thread blocks add to dquery_sum, so it starts as zeros. The counters tell whose turn it is to add to a
+    # tile of rows.
+    tiles = batch * heads * -(-queries // variant.tile_m) if deterministic else 0
+    sums, counters = jnp.zeros(query.shape, np.float32), jnp.zeros(tiles, np.int32)
+    none = np.zeros(0, np.int32)
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (sums, key, value, counters))
+    call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={9: 0, 10: 3})
+    dquery_sum, dkey, dvalue, _ = call(
+        query,
+        key,
+        value,
+        dout,
+        lse,
+        delta,
+        scale,
+        none if query_lengths is None else query_lengths,
+        none if key_lengths is None else key_lengths,
+        sums,
+        counters,
+        variant=variant.name,
+        window_left=np.int32(UNBOUNDED if spec.left is None else spec.left),
+        window_right=np.int32(UNBOUNDED if spec.right is None else spec.right),
+        kv_repeat=np.int64(kv_repeat),
+        kv_inner=np.int64(kv_inner),
+        deterministic=np.bool_(deterministic),
+    )
+    return dquery_sum, dkey, dvalue
 
 
 def register() -> None:

@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar
 _Row = TypeVar("_Row", "Parameter", "Toolchain", "Variant")
 _PYTHON_TYPES = {"int": int, "tuple[Parameter, ...]": tuple}
 
+Role = Literal["forward", "backward"]
+
 FORMAT = 1
 """Version of the file's layout. A reader refuses any other."""
 
@@ -55,6 +57,7 @@ class Variant:
 
     Attributes:
       name: Key of the row, for example "fwd_bf16_d128_causal".
+      role: What it computes: attention, or the cotangents of query, key and value.
       file: Name of the cubin file, in the manifest's folder.
       sha256: Hash of the file, in lower-case hexadecimal digits.
       size: Bytes of the file.
@@ -64,8 +67,8 @@ class Variant:
       head_dim: Columns of a query or key tile; heads of 8 to `head_dim` elements run in it.
       value_head_dim: Columns of a value or out tile, likewise.
       mask: The masks it can apply, besides the end of the keys.
-      tile_m: Query rows of a thread block.
-      tile_n: Keys of one block of keys.
+      tile_m: Query rows of a thread block; of a backward kernel, those of one step.
+      tile_n: Keys of one block of keys; of a backward kernel, those of a thread block.
       threads: Threads of a thread block.
       shared_memory: Bytes of dynamic shared memory of a thread block.
       min_blocks: Thread blocks that fit on an SM together.
@@ -76,6 +79,7 @@ class Variant:
     """
 
     name: str
+    role: Role
     file: str
     sha256: str
     size: int

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_r2p import _arguments, _attention, _primitives, reference
+from jax_r2p import _arguments, _attention, _blockwise, _primitives, reference
 from jax_r2p._dispatch import Implementation
 from jax_r2p._spec import AttentionSpec
 
@@ -51,6 +51,7 @@ def ring_attention(
     method: Method = ...,
     return_residual: Literal[False] = ...,
     implementation: Implementation | None = ...,
+    deterministic: bool | None = ...,
 ) -> Array: ...
 
 
@@ -68,6 +69,7 @@ def ring_attention(
     method: Method = ...,
     return_residual: Literal[True],
     implementation: Implementation | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[Array, Array]: ...
 
 
@@ -84,6 +86,7 @@ def ring_attention(
     method: Method = "ring",
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> Array | tuple[Array, Array]:
     """Computes `jax_r2p.attention` of sequences that are sharded over a mesh axis, inside `jax.shard_map`.
 
@@ -114,6 +117,7 @@ def ring_attention(
         transfer behind which it could hide; for short sequences.
       return_residual: As for `attention`.
       implementation: As for `attention`.
+      deterministic: As for `attention`.
 
     Returns:
       out, (..., T / P, N, Hv), with the dtype of `query`. With `return_residual`, (out, residual), where the
@@ -131,6 +135,7 @@ def ring_attention(
     factor = _arguments.check_scale(scale, arrays[0].shape[-1])
     _arguments.check_flag("return_residual", return_residual)
     _arguments.check_implementation(implementation)
+    backend = _Backend(implementation, _arguments.check_deterministic(deterministic))
     size = _axis_size(axis_name)
     _check_layout(spec, layout, method, *(x.shape[-3] for x in arrays[:2]))
 
@@ -144,12 +149,10 @@ def ring_attention(
     )
     if method == "ring":
         plan = _plan(spec, layout, query.shape[-3], key.shape[-3], size)
-        ring = _Ring(axis_name=axis_name, size=size, plan=plan, implementation=implementation)
+        ring = _Ring(axis_name=axis_name, size=size, plan=plan, backend=backend)
         out, lse = _around(ring, query, key, value, factor)
     else:
-        out, lse = _gathered(
-            query, key, value, factor, axis_name, spec=spec, layout=layout, implementation=implementation
-        )
+        out, lse = _gathered(query, key, value, factor, axis_name, spec=spec, layout=layout, backend=backend)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
 
@@ -363,6 +366,57 @@ def _tile(spec: AttentionSpec, distance: int, length: int) -> _Tile | None:
     return _Tile((below, length - above), (above, length - below), inner.effective(rest, rest))
 
 
+# One call.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backend:
+    """What computes the calls. The arguments of `ring_attention` of these names."""
+
+    implementation: Implementation | None
+    deterministic: bool
+
+    def forward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: Array,
+        spec: AttentionSpec,
+        key_lengths: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Returns out and lse, (*B, N, T)."""
+        operands = (query, key, value, scale, None, key_lengths)
+        if self.implementation == "xla":
+            return reference.attention(*operands, spec=spec)
+        return _primitives.bind_attention(
+            *operands, spec=spec, implementation=self.implementation, deterministic=self.deterministic
+        )
+
+    def backward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+        spec: AttentionSpec,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Returns what some keys add to the gradients, given the results over all keys."""
+        rows = (out, lse, dout, dlse)
+        if self.implementation == "xla":
+            dquery, dkey, dvalue, dscale = _blockwise.backward(
+                query, key, value, scale, None, None, *rows, spec=spec
+            )
+            return dquery, dkey, dvalue, jnp.sum(dscale)
+        return _primitives.bind_backward(
+            query, key, value, scale, *rows, spec=spec, deterministic=self.deterministic
+        )
+
+
 # Trips around the ring.
 
 
@@ -373,7 +427,7 @@ class _Ring:
     axis_name: AxisName
     size: int
     plan: _Plan
-    implementation: Implementation | None
+    backend: _Backend
 
     def send(self, arrays: tuple[Array, ...], places: int) -> tuple[Array, ...]:
         """Sends arrays that many devices onward, and returns those that come in."""
@@ -442,7 +496,7 @@ def _along(
         coming = visiting if is_last else ring.send(visiting, chain.direction)
 
         def visit(tile: _Tile, results: tuple[Array, Array]) -> tuple[Array, Array]:
-            part = _attend(*_cut(tile, query, *visiting), scale, tile.spec, ring.implementation)
+            part = ring.backend.forward(*_cut(tile, query, *visiting), scale, tile.spec)
             return _merge(results, part, tile.rows)
 
         return coming, _compute(ring, chain, number, hop, visit, results)
@@ -450,21 +504,6 @@ def _along(
     start = ring.send((key, value), chain.direction * chain.first)
     _, results = _travel(chain, (start, results), step)
     return results
-
-
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    scale: Array,
-    spec: AttentionSpec,
-    implementation: Implementation | None,
-    key_lengths: Array | None = None,
-) -> tuple[Array, Array]:
-    operands = (query, key, value, scale, None, key_lengths)
-    if implementation == "xla":
-        return reference.attention(*operands, spec=spec)
-    return _primitives.bind_attention(*operands, spec=spec, implementation=implementation)
 
 
 def _cut(tile: _Tile, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -530,8 +569,12 @@ def _back_along(
             gradients = ring.send(gradients, chain.direction)
 
         def visit(tile: _Tile, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            parts = (_take(x, tile.rows, axis) for x, axis in zip(of_rows, (-3, -1, -3, -1), strict=True))
-            results = _step_backward(*_cut(tile, query, *visiting), scale, *parts, spec=tile.spec)
+            out, lse, dout, dlse = (
+                _take(x, tile.rows, axis) for x, axis in zip(of_rows, (-3, -1, -3, -1), strict=True)
+            )
+            results = ring.backend.backward(
+                *_cut(tile, query, *visiting), scale, out, lse, dout, dlse, tile.spec
+            )
             bounds = (tile.rows, tile.columns, tile.columns)
             *added, more = (x.astype(scale.dtype) for x in results)
             *sums, dscale = state
@@ -552,51 +595,6 @@ def _back_along(
 _around.defvjp(_around_forward, _around_backward)
 
 
-def _step_backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    scale: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-    *,
-    spec: AttentionSpec,
-) -> tuple[Array, Array, Array, Array]:
-    """Returns what some keys add to the gradients, given the results over all keys.
-
-    With the weights over all keys, p = exp(score - lse), these are exact parts of sums over the keys.
-    """
-    dtype = scale.dtype
-    *batch, queries, heads, _ = query.shape
-    keys, kv_heads = key.shape[-3:-1]
-    einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-    def rows(x: Array) -> Array:
-        return x.astype(dtype).reshape(*batch, queries, kv_heads, heads // kv_heads, x.shape[-1])
-
-    def per_row(x: Array) -> Array:
-        return x.reshape(*batch, kv_heads, heads // kv_heads, queries, 1)
-
-    low, high = spec.bounds(queries, keys)
-    distance = jnp.arange(keys) - jnp.arange(queries)[:, None]
-    visible = jnp.ones((queries, keys), bool)
-    visible = visible if low is None else visible & (distance >= low)
-    visible = visible if high is None else visible & (distance <= high)
-
-    key, value = (jnp.where(jnp.isfinite(x), x, 0).astype(dtype) for x in (key, value))
-    grouped, dgrouped = rows(query), rows(dout)
-    products = einsum("...tkgh,...skh->...kgts", grouped, key)
-    weights = jnp.where(visible, jnp.exp(jnp.where(visible, products * scale - per_row(lse), 0)), 0)
-    constant = jnp.swapaxes(jnp.sum(out.astype(dtype) * dout.astype(dtype), -1), -1, -2) - dlse
-    dscores = weights * (einsum("...tkgh,...skh->...kgts", dgrouped, value) - per_row(constant))
-    dquery = scale * einsum("...kgts,...skh->...tkgh", dscores, key)
-    dkey = scale * einsum("...kgts,...tkgh->...skh", dscores, grouped)
-    dvalue = einsum("...kgts,...tkgh->...skh", weights, dgrouped)
-    return dquery.reshape(query.shape), dkey, dvalue, jnp.sum(dscores * products)
-
-
 # All keys at once.
 
 
@@ -609,25 +607,25 @@ def _gathered(
     *,
     spec: AttentionSpec,
     layout: Layout,
-    implementation: Implementation | None,
+    backend: _Backend,
 ) -> tuple[Array, Array]:
     """Returns out and lse, (*B, N, T), of this device's queries."""
     index, size = lax.axis_index(axis_name), _axis_size(axis_name)
     key, value = (lax.all_gather(x, axis_name, axis=x.ndim - 3, tiled=True) for x in (key, value))
     if spec == AttentionSpec():
-        return _attend(query, key, value, scale, spec, implementation)
+        return backend.forward(query, key, value, scale, spec)
 
     queries = query.shape[-3]
     if layout == "contiguous":
         start = index * queries + (key.shape[-3] - queries * size)
         after = min(spec.right or 0, queries * (size - 1))
-        return _attend_at(query, key, value, scale, start, after, spec, implementation)
+        return _attend_at(query, key, value, scale, start, after, spec, backend)
 
     key, value = (from_zigzag(x, size, axis=-3) for x in (key, value))
     part = queries // 2
     outs, lses = zip(
         *(
-            _attend_at(x, key, value, scale, start * part, 0, spec, implementation)
+            _attend_at(x, key, value, scale, start * part, 0, spec, backend)
             for x, start in zip(jnp.split(query, 2, axis=-3), (index, 2 * size - 1 - index), strict=True)
         ),
         strict=True,
@@ -643,7 +641,7 @@ def _attend_at(
     start: Array,
     after: int,
     spec: AttentionSpec,
-    implementation: Implementation | None,
+    backend: _Backend,
 ) -> tuple[Array, Array]:
     """Attends from queries whose first stands beside key `start`, which may differ between devices.
 
@@ -655,11 +653,11 @@ def _attend_at(
     end = start + queries + after
     lengths = jnp.broadcast_to(jnp.minimum(end, keys), query.shape[:-3])
     if not after:
-        return _attend(query, key, value, scale, spec, implementation, lengths)
+        return backend.forward(query, key, value, scale, spec, lengths)
     before = jnp.clip(end - keys, 0, after)
     padding = [(0, 0)] * (query.ndim - 3) + [(after, after), (0, 0), (0, 0)]
     rows = lax.dynamic_slice_in_dim(jnp.pad(query, padding), after - before, queries + after, axis=-3)
-    out, lse = _attend(rows, key, value, scale, spec, implementation, lengths)
+    out, lse = backend.forward(rows, key, value, scale, spec, lengths)
     return (
         lax.dynamic_slice_in_dim(out, before, queries, axis=-3),
         lax.dynamic_slice_in_dim(lse, before, queries, axis=-1),

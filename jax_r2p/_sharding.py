@@ -77,7 +77,7 @@ def lower(ctx: Any, *operands: Any, settings: Settings) -> Any:
     return call(ctx, *operands)
 
 
-def register(shard_call: Callable[[Settings], Callable[..., tuple[Array, Array]]], platform: str) -> None:
+def register(shard_call: Callable[[Settings], Callable[..., Sequence[Array]]], platform: str) -> None:
     """Registers the partitioner with XLA, for all platforms of this process.
 
     Args:
@@ -261,7 +261,7 @@ def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result_shape: Any, s
 
 
 def _partition(
-    shard_call: Callable[[Settings], Callable[..., tuple[Array, Array]]],
+    shard_call: Callable[[Settings], Callable[..., Sequence[Array]]],
     platform: str,
     shapes: Sequence[Any],
     shardings: Sequence[Any],

@@ -31,12 +31,12 @@ def kernel_on_cpu() -> Iterator[list[tuple[int, ...]]]:
 
     production = _ffi.attention_forward
     _ffi.attention_forward = stand_in
-    mlir.register_lowering(_primitives.attention_p, _primitives._lower_cuda, platform="cpu")
+    mlir.register_lowering(_primitives.attention_p, _primitives._lower_forward_cuda, platform="cpu")
     try:
         yield seen
     finally:
         _ffi.attention_forward = production
-        mlir.register_lowering(_primitives.attention_p, _primitives._lower_default, platform="cpu")
+        mlir.register_lowering(_primitives.attention_p, _primitives._lower_forward_default, platform="cpu")
 
 
 def plain_kernel(query, key, value, scale, *lengths, variant, spec, kv_repeat, kv_inner):

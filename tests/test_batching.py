@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numerics import assert_close
 
-from jax_r2p import _batching, _dispatch, _ffi, _primitives, reference
+from jax_r2p import _batching, _dispatch, _ffi, _kernel_call, reference
 from jax_r2p._spec import AttentionSpec
 
 
@@ -121,7 +121,7 @@ def test_kernel_call(dims, there, shared, monkeypatch):
     )
     spec = AttentionSpec(left=3, right=1)
     variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
-    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec)
+    call = functools.partial(_kernel_call.forward, variant=variant, spec=spec)
     # Of the lengths' dimensions the last may be shared, or all.
     length_dims = (*query_dims[:-1], 1) if shared and query_dims else query_dims
     lengths = [
@@ -151,10 +151,11 @@ def test_operands_that_an_outer_vmap_does_not_map(outer, monkeypatch):
     spec = AttentionSpec(right=0)
     variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
 
-    inner = _batching.add_leading_dimension((query[0], key, value, scale, lengths), (None, None, None, 0, 0))
+    lead = functools.partial(_batching.add_leading_dimension, roles=_batching.roles_of_call(1))
+    inner = lead((query[0], key, value, scale, lengths), (None, None, None, 0, 0))
     query_inner = jnp.broadcast_to(query[:, None], (outer, 3, *query.shape[1:]))
-    mapped = _batching.add_leading_dimension((query_inner, *inner[1:]), (0, None, None, None, None))
-    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec, query_lengths=None)
+    mapped = lead((query_inner, *inner[1:]), (0, None, None, None, None))
+    call = functools.partial(_kernel_call.forward, variant=variant, spec=spec, query_lengths=None)
     out, _ = jax.jit(lambda q, k, v, x, s: call(q, k, v, x, key_lengths=s))(*mapped)
     for i, j in np.ndindex(outer, 3):
         want, _ = reference.attention(query[i], key, value, scale[j], None, lengths[j], spec=spec)

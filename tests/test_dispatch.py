@@ -171,7 +171,7 @@ def test_partial_build():
     assert chosen(NONE, variants=variants) == (
         "this build has no kernel for sm_90a, bfloat16, mask 'none', head_dim=64, value_head_dim=64"
     )
-    assert chosen(variants=[]).startswith("no kernel takes head_dim=64")
+    assert chosen(variants=[]) == "this build has no kernel"
 
 
 @pytest.mark.parametrize(

@@ -284,10 +284,6 @@ def test_gradient(kind, case, calls):
     spec, kv_spec, kv_heads, allowed = case
     with on_mesh(kind) as mesh:
         args = place(mesh, arrays(kv_heads), spec, kv_spec)
-        if kind == "explicit" and "all-gather" in allowed:
-            with pytest.raises(Exception, match="This reshape is not supported"):
-                jax.eval_shape(gradient("r2p"), *args)
-            return
         got, sent = compile_and_run(gradient("r2p"), *args)
     assert set(sent) <= set(allowed)
     lies(got[0], mesh, *spec)

@@ -180,6 +180,7 @@ def _describe(
     slots = zip(names, facts.parameters, strict=True)
     return Variant(
         name=row.name,
+        role="forward",
         file=f"{row.name}.cubin",
         sha256=hashlib.sha256(cubin).hexdigest(),
         size=len(cubin),
