@@ -401,7 +401,8 @@ def _lower(function: _Function, ctx: Any, *operands: Any) -> Any:
     """Lowers a function of plain arrays in place of a primitive.
 
     It is traced without the shardings of an explicit mesh, whose rules would refuse to merge a sharded batch
-    with another dimension, and without the mesh, on which what is new in a loop would be whole. The types of the results do not depend on it: they are those given above.
+    with another dimension, and without the mesh, on which what is new in a loop would be whole. The types of
+    the results do not depend on it: they are those given above.
     """
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +152,31 @@ def test_bfloat16():
     types = jax.tree.map(lambda x: x.dtype, got)
     assert types == ((*[jnp.bfloat16] * 3, jnp.float32), (jnp.bfloat16, jnp.float32))
     check(jax.tree.map(jnp.float32, got), want, 2**-7)
+
+
+def test_plain_xla():
+    """Which binds no primitive; and the ring that does, in both trips."""
+    args = arrays(4)
+    plain = with_gradients(sharded(4, implementation="xla", **MASKS["zigzag"]))
+    check(plain(*args), expected(4, "zigzag"))
+    counts = [
+        len(re.findall(rf" = {name}\[", str(jax.make_jaxpr(f)(*args))))
+        for f in (plain, with_gradients(sharded(4, **MASKS["zigzag"])))
+        for name in ("jax_r2p_attention", "jax_r2p_attention_backward", "jax_r2p_attention_tangent")
+    ]
+    # At the first hop, in the loop and at the last one, where one of two tiles is computed.
+    assert counts == [0, 0, 0, 5, 5, 0]
+
+
+def test_what_is_hidden_does_not_matter():
+    """NaN in the last key and value, which only the last query sees."""
+    query, key, value, scale = arrays(4)
+    key, value = key.at[:, -1].set(jnp.nan), value.at[:, -1].set(jnp.inf)
+    (dquery, *_), (out, residual) = with_gradients(sharded(4, **MASKS["causal"]))(query, key, value, scale)
+    want = expected(4, "causal")
+    for got, exact in ((dquery, want[0][0]), (out, want[1][0]), (residual, want[1][1])):
+        check(got[:, :-1], exact[:, :-1])
+    assert not np.isfinite(out[:, -1]).any()
 
 
 def test_without_check_vma():
@@ -492,3 +520,30 @@ def test_wrong_shards(queries, keys, keywords, error, match):
 def test_outside_of_shard_map():
     with pytest.raises(ValueError, match=r"inside a jax\.shard_map over it; got 's'"):
         jax_r2p.ring_attention(*arrays(1)[:3], axis_name="s")
+
+
+# What is written about it
+
+
+def test_code_of_the_page():
+    """docs/context-parallel.md: what its code prints is what its comments say."""
+    text = (ROOT / "docs" / "context-parallel.md").read_text("utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    printed: list[str] = []
+    exec(code, {"print": lambda *args: printed.append(" ".join(map(str, args)))})  # noqa: S102
+    assert printed
+    assert printed == re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
+
+
+def test_two_processes(tmp_path):
+    """examples/two_processes.py: each finds its shards to be those of one device."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "two_processes.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("process"))
+    assert said == [f"process {i}: 2 of 4 shards as on one device" for i in range(2)]
