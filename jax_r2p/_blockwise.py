@@ -12,8 +12,8 @@ With the scores s and their weights p = exp(s - lse), tangents (primed) and cota
 
 All of these are sums over keys or arrays of keys, so they are computed for one block of keys after the other,
 whose weights are forgotten. Nothing but sums is carried from block to block, and weights are computed again
-where a derivative of these functions needs them: so it needs memory that is linear in T and S, too, whatever
-its order.
+where a derivative of these functions needs them: so first derivatives of these functions need memory that is
+linear in T and S, too.
 
 Hidden keys have derivatives of exactly 0, and so have queries that see no key, whatever their cotangents are.
 NaN and infinite elements are constants, as in `reference`.
@@ -33,8 +33,7 @@ from jax_r2p._spec import AttentionSpec
 from jax_r2p.reference import compute_dtype
 
 BLOCK = 256
-"""Keys of a block. Its weights take the memory of two to four copies of the query in float32, and more keys
-made it no faster on a CPU."""
+"""Keys of a block. Its weights take the memory of a query in float32 with heads of that many elements."""
 
 
 def tangent(
@@ -159,7 +158,7 @@ def backward(
     dout = _scores.group_heads(dout, kv_heads).astype(dtype)
     delta = delta.reshape(lse_grouped.shape)
 
-    def step(start: Array, shared: Any, blocks: Any) -> tuple[Array, tuple[Array, Array]]:
+    def step(start: Array, shared: Any, blocks: Any) -> tuple[Array, tuple[Array, ...]]:
         first, end, queries, factor, lse, dout, delta = shared
         key, value = (x.astype(dtype) for x in blocks)
         seen = _scores.visible(first, end, start + jnp.arange(key.shape[-3]))
