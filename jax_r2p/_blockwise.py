@@ -154,9 +154,8 @@ def backward(
         query, key, scale, query_lengths, key_lengths, lse, spec
     )
     kv_heads = key.shape[-2]
-    dout, delta = row_cotangents(out, lse, dout, dlse)
-    dout = _scores.group_heads(dout, kv_heads).astype(dtype)
-    delta = delta.reshape(lse_grouped.shape)
+    delta = row_delta(out, lse, dout, dlse).reshape(lse_grouped.shape)
+    dout = _scores.group_heads(cut_empty_rows(dout, lse), kv_heads).astype(dtype)
 
     def step(start: Array, shared: Any, blocks: Any) -> tuple[Array, tuple[Array, ...]]:
         first, end, queries, factor, lse, dout, delta = shared
@@ -180,15 +179,18 @@ def backward(
     return dquery, dkey, dvalue, dscale
 
 
-def row_cotangents(out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Array, Array]:
-    """Returns dout, with 0 in rows that see no key, and delta (*B, N, T): sum_h dout * out, minus dlse.
+def row_delta(out: Array, lse: Array, dout: Array, dlse: Array) -> Array:
+    """Returns delta, (*B, N, T): the sum of dout * out over a row, minus dlse; 0 in rows that see no key.
 
     The cotangent of lse costs nothing more: d lse / d s is p, which ds has as a factor already.
     """
-    there = lse != -jnp.inf
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
-    delta = jnp.where(there, jnp.swapaxes(delta, -1, -2) - dlse, 0)
-    return jnp.where(jnp.swapaxes(there, -1, -2)[..., None], dout, 0), delta
+    products = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+    return jnp.where(lse == -jnp.inf, 0, jnp.swapaxes(products, -1, -2) - dlse)
+
+
+def cut_empty_rows(dout: Array, lse: Array) -> Array:
+    """Returns dout with 0 in rows that see no key, where a loss may have made NaN of -inf."""
+    return jnp.where(jnp.swapaxes(lse == -jnp.inf, -1, -2)[..., None], 0, dout)
 
 
 def sum_to(x: Array, shape: Sequence[int]) -> Array:
