@@ -12,8 +12,8 @@ With the scores s and their weights p = exp(s - lse), tangents (primed) and cota
 
 All of these are sums over keys or arrays of keys, so they are computed for one block of keys after the other,
 whose weights are forgotten. Nothing but sums is carried from block to block, and weights are computed again
-where a derivative of these functions needs them: so it needs memory that is linear in T and S, too, whatever
-its order.
+where a derivative of these functions needs them: so first derivatives of these functions need memory that is
+linear in T and S, too.
 
 Hidden keys have derivatives of exactly 0, and so have queries that see no key, whatever their cotangents are.
 NaN and infinite elements are constants, as in `reference`.
@@ -33,8 +33,7 @@ from jax_r2p._spec import AttentionSpec
 from jax_r2p.reference import compute_dtype
 
 BLOCK = 256
-"""Keys of a block. Its weights take the memory of two to four copies of the query in float32, and more keys
-made it no faster on a CPU."""
+"""Keys of a block. Its weights take the memory of a query in float32 with heads of that many elements."""
 
 
 def tangent(
@@ -155,11 +154,10 @@ def backward(
         query, key, scale, query_lengths, key_lengths, lse, spec
     )
     kv_heads = key.shape[-2]
-    dout, delta = row_cotangents(out, lse, dout, dlse)
-    dout = _scores.group_heads(dout, kv_heads).astype(dtype)
-    delta = delta.reshape(lse_grouped.shape)
+    delta = row_delta(out, lse, dout, dlse).reshape(lse_grouped.shape)
+    dout = _scores.group_heads(cut_empty_rows(dout, lse), kv_heads).astype(dtype)
 
-    def step(start: Array, shared: Any, blocks: Any) -> tuple[Array, tuple[Array, Array]]:
+    def step(start: Array, shared: Any, blocks: Any) -> tuple[Array, tuple[Array, ...]]:
         first, end, queries, factor, lse, dout, delta = shared
         key, value = (x.astype(dtype) for x in blocks)
         seen = _scores.visible(first, end, start + jnp.arange(key.shape[-3]))
@@ -181,15 +179,18 @@ def backward(
     return dquery, dkey, dvalue, dscale
 
 
-def row_cotangents(out: Array, lse: Array, dout: Array, dlse: Array) -> tuple[Array, Array]:
-    """Returns dout, with 0 in rows that see no key, and delta (*B, N, T): sum_h dout * out, minus dlse.
+def row_delta(out: Array, lse: Array, dout: Array, dlse: Array) -> Array:
+    """Returns delta, (*B, N, T): the sum of dout * out over a row, minus dlse; 0 in rows that see no key.
 
     The cotangent of lse costs nothing more: d lse / d s is p, which ds has as a factor already.
     """
-    there = lse != -jnp.inf
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
-    delta = jnp.where(there, jnp.swapaxes(delta, -1, -2) - dlse, 0)
-    return jnp.where(jnp.swapaxes(there, -1, -2)[..., None], dout, 0), delta
+    products = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+    return jnp.where(lse == -jnp.inf, 0, jnp.swapaxes(products, -1, -2) - dlse)
+
+
+def cut_empty_rows(dout: Array, lse: Array) -> Array:
+    """Returns dout with 0 in rows that see no key, where a loss may have made NaN of -inf."""
+    return jnp.where(jnp.swapaxes(lse == -jnp.inf, -1, -2)[..., None], 0, dout)
 
 
 def sum_to(x: Array, shape: Sequence[int]) -> Array:

@@ -82,11 +82,11 @@ def backward(
     deterministic: bool,
 ) -> tuple[Array, Array, Array, Array]:
     """Computes (dquery, dkey, dvalue, dscale) of the operands of `attention_backward_p`."""
-    # Where every row sees a key, nothing has to be cut off from dout, which saves a copy of it.
-    rows, delta = _blockwise.row_cotangents(out, lse, dout, dlse)
+    delta = _blockwise.row_delta(out, lse, dout, dlse)
     lengths = (query_lengths, key_lengths)
-    if lengths != (None, None) or spec.empties_rows(query.shape[-3], key.shape[-3]):
-        dout = rows
+    # Where every row sees a key that saves a copy.
+    if any(x is not None for x in lengths) or spec.empties_rows(query.shape[-3], key.shape[-3]):
+        dout = _blockwise.cut_empty_rows(dout, lse)
     call = functools.partial(_backward, variant=variant, spec=spec, deterministic=deterministic)
     results = _for_each_scale(call, query, key, value, scale, *lengths, dout, lse, delta)
     dquery, dkey, dvalue, dscale = results
