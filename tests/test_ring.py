@@ -21,7 +21,7 @@ from sharded import collectives
 
 import jax_r2p
 from jax_r2p import _ring
-from jax_r2p._spec import AttentionSpec
+from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::jax_r2p.FallbackWarning")
 
@@ -128,7 +128,7 @@ def expected(devices, name):
     ("method", "name"),
     [
         *(("ring", name) for name in MASKS),
-        *(("all_gather", name) for name in MASKS if name not in ("all", "self")),
+        *(("all_gather", name) for name in MASKS if name not in ("right", "wide", "all", "self")),
     ],
 )
 def test_equals_attention_of_the_whole_sequence(method, name):
@@ -380,6 +380,31 @@ def test_work_of_each_device(monkeypatch, name, work):
     jax.block_until_ready(jax.jit(sharded(4, **MASKS[name]))(*arrays(4)))
     jax.effects_barrier()
     np.testing.assert_allclose(done, [work(i) for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kernels"),
+    [
+        ({}, [("none", None, None)] * 3),  # the first hop, the loop, the last hop
+        (MASKS["causal"], [("causal", None, 0), ("none", None, None), ("none", None, None)]),
+        (MASKS["zigzag"], [("causal", None, 0), *[("none", None, None)] * 4]),
+        # Shards of 128 positions: at the second hop all but 72 keys before the own, at the third a triangle.
+        (
+            {"local_window_size": (200, 0)},
+            [("causal", None, 0), ("window", 72, None), ("window", 0, None)],
+        ),
+        ({"method": "all_gather", **MASKS["causal"]}, [("causal", None, 0)]),
+    ],
+    ids=["none", "causal", "zigzag", "window", "all_gather"],
+)
+def test_kernels_in_a_program_for_cuda(keywords, kernels):
+    function = sharded(4, implementation="r2p", **keywords)
+    query, key = (jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16) for n in (4, 2))
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    text = jax.jit(function).trace(query, key, key, scale).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r'variant = "fwd_bf16_d64_(\w+)", window_left = (\d+).*?window_right = (\d+)', text)
+    got = [(mask, *(None if int(x) == UNBOUNDED else int(x) for x in ends)) for mask, *ends in found]
+    assert sorted(got, key=str) == sorted(kernels, key=str)
 
 
 # Plans
