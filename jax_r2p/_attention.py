@@ -77,9 +77,9 @@ def attention(
     Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`, for derivatives of any
     order by query, key, value and scale. Up to the third order their memory is linear in T and S. Gradients
     come from a backward kernel where the build has one; all other derivatives, and those elsewhere, from
-    plain XLA, block of keys by block of keys, which is slower. A `jax.checkpoint` whose policy saves `OUT_NAME` and `RESIDUAL_NAME`
-    does not compute the result again. `vmap` over the query alone copies neither key nor value; over `scale`
-    it launches one kernel for each value.
+    plain XLA, block of keys by block of keys, which is slower. A `jax.checkpoint` whose policy saves
+    `OUT_NAME` and `RESIDUAL_NAME` does not compute the result again. `vmap` over the query alone copies
+    neither key nor value; over `scale` it launches one kernel for each value.
 
     Which keys a query sees, with 1 for visible, queries as rows and keys as columns:
 
