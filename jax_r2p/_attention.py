@@ -75,11 +75,12 @@ def attention(
     every result.
 
     Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`, for derivatives of any
-    order by query, key, value and scale. Their memory is linear in T and S. Gradients come from a backward
-    kernel where the build has one; all other derivatives, and those elsewhere, from plain XLA, block of keys
-    by block of keys, which is slower. A `jax.checkpoint` whose policy saves `OUT_NAME` and `RESIDUAL_NAME`
-    does not compute the result again. `vmap` over the query alone copies neither key nor value; over `scale`
-    it launches one kernel for each value. Arrays that are sharded along batch or heads stay so.
+    order by query, key, value and scale. Up to the third order their memory is linear in T and S. Gradients
+    come from a backward kernel where the build has one; all other derivatives, and those elsewhere, from
+    plain XLA, block of keys by block of keys, which is slower. A `jax.checkpoint` whose policy saves
+    `OUT_NAME` and `RESIDUAL_NAME` does not compute the result again. `vmap` over the query alone copies
+    neither key nor value; over `scale` it launches one kernel for each value. Arrays that are sharded along
+    batch or heads stay so.
 
     Which keys a query sees, with 1 for visible, queries as rows and keys as columns:
 
