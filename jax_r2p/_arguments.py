@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ ArrayOrStruct = Array | jax.ShapeDtypeStruct
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _IMPLEMENTATIONS = (None, "r2p", "xla")
+_DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 _NAMES = ("query", "key", "value")
 _LENGTH_NAMES = ("query_seq_lengths", "key_value_seq_lengths")
 
@@ -193,3 +195,24 @@ def check_implementation(implementation: Any) -> None:
     """Raises ValueError unless `implementation` is one that there is."""
     if not any(implementation is known or implementation == known for known in _IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {_IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def check_deterministic(deterministic: Any) -> bool:
+    """Returns whether derivatives have to be deterministic; for None, whether XLA was told to be so.
+
+    Raises:
+      TypeError: It is neither None nor a bool known when tracing.
+    """
+    if deterministic is None:
+        return _wants_determinism(os.environ.get("XLA_FLAGS", ""))
+    check_flag("deterministic", deterministic)
+    return bool(deterministic)
+
+
+def _wants_determinism(flags: str) -> bool:
+    """Whether XLA, which reads the same text, is to give the same bits in each run."""
+    values = {}
+    for flag in flags.split():
+        name, _, value = flag.partition("=")
+        values[name] = value.lower() in ("", "true", "t", "yes", "y", "1")
+    return any(values.get(name, False) for name in _DETERMINISTIC_FLAGS)

@@ -31,6 +31,7 @@ def attention(
     key_value_seq_lengths: ArrayLike | None = ...,
     return_residual: Literal[False] = ...,
     implementation: Implementation | None = ...,
+    deterministic: bool | None = ...,
 ) -> Array: ...
 
 
@@ -47,6 +48,7 @@ def attention(
     key_value_seq_lengths: ArrayLike | None = ...,
     return_residual: Literal[True],
     implementation: Implementation | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[Array, Array]: ...
 
 
@@ -62,6 +64,7 @@ def attention(
     key_value_seq_lengths: ArrayLike | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> Array | tuple[Array, Array]:
     """Computes softmax(scale * query @ key.T, over the visible keys) @ value for each head.
 
@@ -71,9 +74,13 @@ def attention(
     call gets. Softmax is computed in float32, and `jax_r2p.reference` defines
     every result.
 
-    Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`. Derivatives of any order
-    come from the reference, and so need its memory. `vmap` over the query alone copies neither key nor value;
-    over `scale` it launches one kernel for each value.
+    Works under `jit`, `vmap`, `grad`, `jvp`, `scan`, `checkpoint` and `shard_map`, for derivatives of any
+    order by query, key, value and scale. Up to the third order their memory is linear in T and S. Gradients
+    come from a backward kernel where the build has one; all other derivatives, and those elsewhere, from
+    plain XLA, block of keys by block of keys, which is slower. A `jax.checkpoint` whose policy saves
+    `OUT_NAME` and `RESIDUAL_NAME` does not compute the result again. `vmap` over the query alone copies
+    neither key nor value; over `scale` it launches one kernel for each value. Arrays that are sharded along
+    batch or heads stay so.
 
     Which keys a query sees, with 1 for visible, queries as rows and keys as columns:
 
@@ -121,7 +128,12 @@ def attention(
         by no query. None for S.
       return_residual: Whether to return the residual too.
       implementation: None for the kernel where there is one, else plain XLA, with a `FallbackWarning` once
-        for each reason; "r2p" for the kernel or an error; "xla" for plain XLA.
+        for each reason; "r2p" for the kernel or an error; "xla" for plain XLA, whose derivatives hold all
+        T * S scores. The demand "r2p" concerns the result, not its derivatives.
+      deterministic: Whether the gradients by query, key and value have to be the same bits in each run. A
+        backward kernel is slower then. The result always is the same; so are derivatives that no kernel
+        computes. None for True if XLA_FLAGS has `--xla_gpu_deterministic_ops` or
+        `--xla_gpu_exclude_nondeterministic_ops`, else False.
 
     Returns:
       out, (..., T, N, Hv), with the dtype of `query`. With `return_residual`, (out, residual): the natural
@@ -143,6 +155,7 @@ def attention(
     _arguments.check_lengths(lengths, arrays[0].shape[:-3])
     _arguments.check_flag("return_residual", return_residual)
     _arguments.check_implementation(implementation)
+    deterministic = _arguments.check_deterministic(deterministic)
 
     query, key, value = arrays
     factor = jnp.asarray(factor, reference.compute_dtype(query.dtype))
@@ -150,9 +163,16 @@ def attention(
         out, lse = reference.attention(query, key, value, factor, *lengths, spec=spec)
     else:
         if implementation == "r2p":
-            _require_kernel(spec, arrays)
+            require_kernel(spec, arrays)
         out, lse = _primitives.bind_attention(
-            query, key, value, factor, *lengths, spec=spec, implementation=implementation
+            query,
+            key,
+            value,
+            factor,
+            *lengths,
+            spec=spec,
+            implementation=implementation,
+            deterministic=deterministic,
         )
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
@@ -166,7 +186,7 @@ def _is_empty(arrays: Sequence[ArrayOrStruct]) -> bool:
     return _dispatch.is_empty(arrays[0].shape, arrays[1].shape)
 
 
-def _require_kernel(spec: AttentionSpec, arrays: Sequence[Array]) -> None:
+def require_kernel(spec: AttentionSpec, arrays: Sequence[Array]) -> None:
     """Raises NotImplementedError if no GPU has a kernel. Lowering would, too, but far from the caller."""
     choice = _choose(spec, arrays, _dispatch.HOPPER)
     if isinstance(choice, str) and not _is_empty(arrays):
@@ -210,6 +230,7 @@ def explain(
     key_value_seq_lengths: ArrayLike | jax.ShapeDtypeStruct | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool | None = None,
 ) -> Explanation:
     """Tells what `attention` does with these arguments; computes nothing.
 
@@ -224,6 +245,7 @@ def explain(
       key_value_seq_lengths: Likewise.
       return_residual: As for `attention`; changes nothing.
       implementation: As for `attention`.
+      deterministic: As for `attention`; changes nothing.
 
     Returns:
       The explanation. `print` it to read it.
@@ -241,6 +263,7 @@ def explain(
     _arguments.check_lengths(lengths, arrays[0].shape[:-3])
     _arguments.check_flag("return_residual", return_residual)
     _arguments.check_implementation(implementation)
+    _arguments.check_deterministic(deterministic)
 
     if _is_empty(arrays):
         return Explanation("xla", None, "there is nothing to compute")

@@ -1,14 +1,15 @@
 """Leading dimensions: how `vmap` adds one, and how the kernel call folds all of them into one.
 
-Every operand of the primitive has the batch dimensions of the query in front, but key and value may have 1 in
+Every operand of a primitive has the batch dimensions of the query in front, but key and value may have 1 in
 place of any of them: all queries along that dimension then share them. That is how `vmap` over queries alone
 copies neither. Scale and the lengths of the sequences have no batch dimension, or all of them, each whole or
-1.
+1. Tangents are as free as what they are tangents of.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
@@ -16,26 +17,47 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def add_leading_dimension(operands: Sequence[Array], axes: Sequence[int | None]) -> list[Array]:
+class Role(enum.Enum):
+    """What an operand may have in place of a batch dimension of the query.
+
+    WHOLE: Nothing else.
+    SHARED: 1.
+    SMALL: 1, or no batch dimension at all; it has no others.
+    """
+
+    WHOLE = enum.auto()
+    SHARED = enum.auto()
+    SMALL = enum.auto()
+
+
+def roles_of_call(lengths: int) -> list[Role]:
+    """Returns the roles of query, key, value, scale and `lengths` lengths of sequences."""
+    return [Role.WHOLE, Role.SHARED, Role.SHARED, Role.SMALL] + [Role.SMALL] * lengths
+
+
+def add_leading_dimension(
+    operands: Sequence[Array], axes: Sequence[int | None], roles: Sequence[Role]
+) -> list[Array]:
     """Returns the operands of the mapped call, with the mapped dimension in front.
 
     A new dimension, never a product with the first one: merging would reshard an array whose batch is
     sharded.
 
     Args:
-      operands: query, key, value, scale, and lengths of sequences if there are any.
+      operands: The query, and others.
       axes: The mapped dimension of each; None for one that is not mapped.
+      roles: Of each.
     """
-    query, key, value, *small = operands
-    query_axis, key_axis, value_axis, *small_axes = axes
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    if query_axis is None:
-        query = jnp.broadcast_to(query[None], (size, *query.shape))
-    else:
-        query = jnp.moveaxis(query, query_axis, 0)
-    rank = query.ndim - 3
-    lead = [_lead(key, key_axis), _lead(value, value_axis)]
-    return [query, *lead, *(_lead_small(x, axis, rank) for x, axis in zip(small, small_axes, strict=True))]
+    rank = operands[0].ndim - 3 + (axes[0] is None)
+
+    def lead(x: Array, axis: int | None, role: Role) -> Array:
+        if role is Role.SMALL:
+            return _lead_small(x, axis, rank)
+        x = _lead(x, axis)
+        return jnp.broadcast_to(x, (size, *x.shape[1:])) if role is Role.WHOLE else x
+
+    return [lead(x, axis, role) for x, axis, role in zip(operands, axes, roles, strict=True)]
 
 
 def _lead(x: Array, axis: int | None) -> Array:

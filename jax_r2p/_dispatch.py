@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_r2p._manifest import HEAD_DIM_MULTIPLE, Variant, load_manifest
+from jax_r2p._manifest import HEAD_DIM_MULTIPLE, Role, Variant, load_manifest
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 Implementation = Literal["r2p", "xla"]
@@ -52,6 +52,7 @@ def choose(
     dtype: DTypeLike,
     capability: Capability,
     *,
+    role: Role = "forward",
     variants: Sequence[Variant] | None = None,
 ) -> Variant | str:
     """Returns the kernel for a call, or the reason why there is none and what would have one.
@@ -65,6 +66,7 @@ def choose(
       value_shape: (*B, S, K, Hv).
       dtype: Of all three arrays.
       capability: Compute capability of the GPU.
+      role: What the kernel is to compute.
       variants: What to choose from; None for the kernels of the installed package.
 
     Raises:
@@ -72,21 +74,25 @@ def choose(
     """
     if variants is None:
         variants = load_manifest().variants
+    variants = [variant for variant in variants if variant.role == role]
+    kernel = "kernel" if role == "forward" else "backward kernel"
     *batch, queries, heads, head_dim = query_shape
     keys, value_head_dim = key_shape[-3], value_shape[-1]
 
     dtype = np.dtype(dtype)
     if dtype.name not in _KERNEL_DTYPES:
-        return f"no kernel takes dtype {dtype.name}; {' and '.join(_KERNEL_DTYPES)} have one"
+        return f"no {kernel} takes dtype {dtype.name}; {' and '.join(_KERNEL_DTYPES)} have one"
     if any(not isinstance(size, int) for shape in (query_shape, key_shape, value_shape) for size in shape):
-        return f"no kernel takes symbolic dimensions, got query {query_shape} and key {key_shape}"
+        return f"no {kernel} takes symbolic dimensions, got query {query_shape} and key {key_shape}"
+    if not variants:
+        return f"this build has no {kernel}"
     for name, width in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
         widest = max((getattr(variant, name) for variant in variants), default=0)
         if width > widest:
-            return f"no kernel takes {name}={width}; heads of up to {widest} elements have one"
+            return f"no {kernel} takes {name}={width}; heads of up to {widest} elements have one"
     for name, size in (("T", queries), ("S", keys), ("batch size times N", math.prod(batch) * heads)):
         if size > UNBOUNDED:
-            return f"no kernel takes {name} = {size}; at most {UNBOUNDED} has one"
+            return f"no {kernel} takes {name} = {size}; at most {UNBOUNDED} has one"
     shapes = {
         "query": query_shape,
         "key": key_shape,
@@ -95,7 +101,7 @@ def choose(
     }
     for name, shape in shapes.items():
         if math.prod((*shape[-3:-1], padded_head_dim(shape[-1]), dtype.itemsize)) >= _BATCH_STRIDE_LIMIT:
-            return f"no kernel takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
+            return f"no {kernel} takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
     if reason := no_kernels(capability):
         return reason
 
@@ -113,15 +119,19 @@ def choose(
     ]
     if not fitting:
         return (
-            f"this build has no kernel for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}, "
+            f"this build has no {kernel} for {wanted[0]}, {dtype.name}, mask {mask!r}, {head_dim=}, "
             f"{value_head_dim=}"
         )
     variant = min(
         fitting, key=lambda variant: (variant.head_dim, variant.value_head_dim, -variant.least_span)
     )
-    tiles = math.prod(batch) * heads * -(-queries // variant.tile_m)
-    if tiles > UNBOUNDED:
-        return f"no kernel takes {tiles} tiles of {variant.tile_m} query rows; at most {UNBOUNDED} has one"
+    tiled = [("query rows", queries, variant.tile_m)]
+    if role == "backward":
+        tiled.append(("keys", keys, variant.tile_n))
+    for name, size, tile in tiled:
+        tiles = math.prod(batch) * heads * -(-size // tile)
+        if tiles > UNBOUNDED:
+            return f"no {kernel} takes {tiles} tiles of {tile} {name}; at most {UNBOUNDED} has one"
     return variant
 
 

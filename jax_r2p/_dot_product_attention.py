@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_r2p import _dispatch, _primitives
+from jax_r2p import _arguments, _dispatch, _primitives
 from jax_r2p._spec import AttentionSpec
 
 Implementation = Literal["xla", "cudnn", "r2p"]
@@ -379,6 +379,7 @@ def _run(
         kernel_keys,
         spec=call.spec,
         implementation=implementation,
+        deterministic=_arguments.check_deterministic(None),
     )
     residual = jnp.swapaxes(lse, 1, 2)
     residual = jnp.where(residual == -jnp.inf, _HIDDEN, residual)

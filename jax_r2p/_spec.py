@@ -57,6 +57,12 @@ class AttentionSpec:
         high = None if self.right is None else offset + self.right
         return low, high
 
+    def empties_rows(self, queries: int, keys: int) -> bool:
+        """Whether some query sees no key at these lengths. A left bound alone always leaves the last key."""
+        if not keys:
+            return True
+        return self.right is not None and queries > keys + self.right
+
     def effective(self, queries: int, keys: int) -> AttentionSpec:
         """Returns the spec without the bounds that hide no key at these lengths.
 

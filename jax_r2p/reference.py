@@ -36,7 +36,6 @@ the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,9 +43,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_r2p import _scores
 from jax_r2p._spec import AttentionSpec
-
-_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -85,22 +83,15 @@ def attention(
       out, (*B, T, N, Hv), of the dtype of `query`, and lse, (*B, N, T), float32 or float64.
     """
     dtype = compute_dtype(query.dtype)
-    *batch, queries, heads, head_dim = query.shape
+    *batch, queries, heads, _ = query.shape
     keys, kv_heads = key.shape[-3:-1]
-    group = heads // kv_heads if kv_heads else 0
-    grouped = query.reshape(*batch, queries, kv_heads, group, head_dim)
-
-    scores = _scores(grouped.astype(dtype), key.astype(dtype))
+    scores = _scores.scores(_scores.group_heads(query, kv_heads).astype(dtype), key.astype(dtype))
     scale = jnp.asarray(scale, dtype)[..., None, None, None, None]
-    spec = spec.effective(queries, keys)  # bounds of any size become less than 32 bits
-    lengths = [_sequence_lengths(query_lengths, queries, batch), _sequence_lengths(key_lengths, keys, batch)]
-    first, end = _visible_range(spec, queries, keys, *lengths)
-    if spec == AttentionSpec() and query_lengths is None and key_lengths is None:
+    first, end = _scores.visible_range(spec, queries, keys, query_lengths, key_lengths, batch)
+    if spec.effective(queries, keys) == AttentionSpec() and query_lengths is None and key_lengths is None:
         scores = scores * scale
     else:
-        index = jnp.arange(keys)
-        visible = (index >= first[..., None]) & (index < end[..., None])
-        visible = visible[..., None, None, :, :] if visible.ndim > 2 else visible
+        visible = _scores.visible(first, end, jnp.arange(keys))
         # Hidden scores may be NaN. They are cut off on both sides of the product, so that neither its value
         # nor its derivative by `scale` meets them.
         scores = jnp.where(visible, jnp.where(visible, scores, 0) * scale, -jnp.inf)
@@ -121,61 +112,14 @@ def attention(
     return out, lse.reshape(*batch, heads, queries)
 
 
-def _sequence_lengths(lengths: Array | None, extent: int, batch: Sequence[int]) -> Array | int:
-    """Returns lengths within 0 and `extent`: one number, or an array of the rank of `batch` and one more."""
-    if lengths is None:
-        return extent
-    lengths = jnp.clip(lengths, 0, extent)
-    missing = len(batch) - lengths.ndim
-    return lengths.reshape(*(1,) * missing, *lengths.shape, 1) if lengths.ndim else lengths
-
-
-def _visible_range(
-    spec: AttentionSpec, queries: int, keys: int, query_length: Array | int, key_length: Array | int
-) -> tuple[Array, Array]:
-    """Returns (first, end), each (T,) or (*B, T): a query sees keys first ... end - 1; none if end <= first.
-
-    Args:
-      spec: The visible keys.
-      queries: T.
-      keys: S.
-      query_length: T or, of each sequence, the queries that are there: a scalar or (*B, 1).
-      key_length: The same for S and keys.
-    """
-    row = jnp.arange(queries)
-    low, high = spec.bounds(query_length, key_length)
-    first = jnp.zeros_like(row) if low is None else row + low
-    end = jnp.asarray(key_length if high is None else jnp.minimum(row + high + 1, key_length))
-    end = jnp.where(row < query_length, end, 0)
-    first, end = jnp.broadcast_arrays(first, end)
-    return jnp.clip(first, 0, keys), jnp.clip(end, 0, keys)
-
-
-# The two products. Their derivatives see finite numbers only: a hidden key has weight 0, and 0 times an
-# infinite element would spread NaN from it to the whole row. `_weighted_values` must keep that away from its
-# value too.
-
-
-def _finite(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, 0)
-
-
-@jax.custom_jvp
-def _scores(query: Array, key: Array) -> Array:
-    """Query (..., T, K, G, H) times key (..., S, K, H) -> (..., K, G, T, S)."""
-    return _einsum("...tkgh,...skh->...kgts", query, key)
-
-
-@_scores.defjvp
-def _scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (query, key), (query_dot, key_dot) = primals, tangents
-    return _scores(query, key), _scores(query_dot, _finite(key)) + _scores(_finite(query), key_dot)
+# The derivatives of the product see finite numbers only, as those of the scores do, and hidden elements must
+# not enter its value either.
 
 
 @jax.custom_jvp
 def _weighted_values(weights: Array, value: Array, first: Array, end: Array) -> Array:
     """Weights (..., K, G, T, S) times value (..., S, K, Hv) -> (..., T, K, G, Hv)."""
-    product = _product(weights, _finite(value))
+    product = _product(weights, _scores.finite(value))
     return product + _visible_infinities(value, first, end)[..., None, :]
 
 
@@ -184,12 +128,12 @@ def _weighted_values_jvp(
     primals: tuple[Array, Array, Array, Array], tangents: tuple[Array, Array, Any, Any]
 ) -> tuple[Array, Array]:
     (weights, value, first, end), (weights_dot, value_dot, _, _) = primals, tangents
-    tangent = _product(weights_dot, _finite(value)) + _product(weights, value_dot)
+    tangent = _product(weights_dot, _scores.finite(value)) + _product(weights, value_dot)
     return _weighted_values(weights, value, first, end), tangent
 
 
 def _product(weights: Array, value: Array) -> Array:
-    return _einsum("...kgts,...skh->...tkgh", weights, value)
+    return _scores.einsum("...kgts,...skh->...tkgh", weights, value)
 
 
 def _visible_infinities(value: Array, first: Array, end: Array) -> Array:

@@ -6,6 +6,7 @@ all of the rule but the launch runs here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -17,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numerics import assert_close
 
-from jax_r2p import _batching, _dispatch, _ffi, _primitives, reference
+from jax_r2p import _batching, _blockwise, _dispatch, _ffi, _kernel_call, _primitives, reference
+from jax_r2p._manifest import load_manifest
 from jax_r2p._spec import AttentionSpec
 
 
@@ -83,6 +85,7 @@ def emulate(query, key, value, scale, *lengths, variant, spec, kv_repeat, kv_inn
     return reference.attention(query, key[index], value[index], scale, *lengths, spec=spec)
 
 
+VARIANT = load_manifest().variants[0]
 DIMS = {
     "no-batch": ((), (), (), ()),
     "batch": ((2,), (2,), (2,), ()),
@@ -121,7 +124,7 @@ def test_kernel_call(dims, there, shared, monkeypatch):
     )
     spec = AttentionSpec(left=3, right=1)
     variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
-    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec)
+    call = functools.partial(_kernel_call.forward, variant=variant, spec=spec)
     # Of the lengths' dimensions the last may be shared, or all.
     length_dims = (*query_dims[:-1], 1) if shared and query_dims else query_dims
     lengths = [
@@ -135,6 +138,94 @@ def test_kernel_call(dims, there, shared, monkeypatch):
     want_out, want_lse = reference.attention(query, key, value, scale, *lengths, spec=spec)
     assert_close(out, want_out, 1e-6, name="out")
     assert_close(lse, want_lse, 1e-6, name="lse")
+
+
+def emulate_backward(query, key, value, dout, lse, delta, scale, *lengths, **params):
+    """The contract of `_ffi.attention_backward`, with all scores in memory."""
+    assert params["variant"].role == "backward"
+    assert params["deterministic"] is True
+    batch, t, heads, _ = query.shape
+    s, group = key.shape[1], heads // key.shape[2]
+    assert all(x.shape[-1] % 8 == 0 for x in (query, key, value, dout))
+    assert lse.shape == delta.shape == (batch, heads, t)
+    assert lse.dtype == delta.dtype == jnp.float32
+    assert scale.shape == ()
+    assert all(x is None or (x.shape, x.dtype) == ((batch,), jnp.int32) for x in lengths)
+    index = key_batch(batch, params["kv_repeat"], params["kv_inner"])
+    assert key.shape[0] == value.shape[0] == index.max() + 1
+
+    own_t, own_s = (
+        jnp.full(batch, extent) if x is None else x for x, extent in zip(lengths, (t, s), strict=True)
+    )
+    own_t, own_s = own_t[:, None, None, None], own_s[:, None, None, None]
+    i, j = jnp.arange(t)[:, None], jnp.arange(s)
+    distance, spec = j - i - (own_s - own_t), params["spec"]
+    seen = (i < own_t) & (j < own_s)
+    seen &= (spec.left is None) | (distance >= -(spec.left or 0))
+    seen &= (spec.right is None) | (distance <= (spec.right or 0))
+
+    q, do = (x.astype(jnp.float32) for x in (query, dout))
+    k, v = (jnp.repeat(x[index].astype(jnp.float32), group, axis=2) for x in (key, value))
+    product = functools.partial(jnp.einsum, precision="highest")
+    p = jnp.where(seen, jnp.exp(scale * product("btnh,bsnh->bnts", q, k) - lse[..., None]), 0)
+    ds = p * (product("btnh,bsnh->bnts", do, v) - delta[..., None])
+    dk, dv = scale * product("bnts,btnh->bsnh", ds, q), product("bnts,btnh->bsnh", p, do)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
+    dk, dv = (jnp.zeros(x.shape).at[index].add(y).astype(x.dtype) for x, y in ((key, dk), (value, dv)))
+    return product("bnts,bsnh->btnh", ds, k), dk, dv
+
+
+@pytest.mark.parametrize(
+    ("there", "widths"),
+    [((False, False), (5, 11)), ((False, False), (8, 8)), ((True, True), (8, 16))],
+    ids=["padded", "no-lengths", "lengths"],
+)
+@pytest.mark.parametrize("dims", DIMS.values(), ids=DIMS.keys())
+def test_backward_kernel_call(dims, there, widths, monkeypatch):
+    """Against the derivatives that JAX takes of the reference."""
+    monkeypatch.setattr(_ffi, "attention_backward", emulate_backward)
+    query_dims, key_dims, value_dims, scale_dims = dims
+    rng = np.random.default_rng(0)
+    h, hv = widths
+    shapes = ((*query_dims, 7, 4, h), (*key_dims, 4, 2, h), (*value_dims, 4, 2, hv), scale_dims)
+    operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    spec = AttentionSpec(left=3, right=1)  # the first two queries see nothing
+    lengths = [
+        jnp.asarray(rng.integers(0, size + 1, query_dims), jnp.int32) if exists else None
+        for size, exists in zip((7, 4), there, strict=True)
+    ]
+
+    @jax.jit
+    def both(*operands):
+        def function(*a):
+            return reference.attention(*a, *lengths, spec=spec)
+
+        (out, lse), transpose = jax.vjp(function, *operands)
+        dout, dlse = jnp.cos(out), jnp.where(lse == -jnp.inf, jnp.nan, jnp.sin(lse))
+        of = (True,) * 4
+        got = _primitives._backward_kernel(
+            *operands,
+            *(x for x in lengths if x is not None),
+            out,
+            lse,
+            dout,
+            dlse,
+            spec=spec,
+            lengths=there,
+            of=of,
+            deterministic=True,
+            variant=dataclasses.replace(VARIANT, role="backward"),
+        )
+        return got, transpose((dout, jnp.nan_to_num(dlse)))
+
+    got, want = both(*operands)
+    for name, x, y in zip(("query", "key", "value", "scale"), got, want, strict=True):
+        if name == "scale":
+            assert x.shape == tuple(query_dims)
+            x = _blockwise.sum_to(x, y.shape)
+        assert_close(x, y, 2e-5 * max(1.0, float(jnp.abs(y).max())), name=name)
+    if not any(there):
+        np.testing.assert_array_equal(got[0][..., :2, :, :], 0)
 
 
 @pytest.mark.parametrize("outer", [3, 4], ids="outer={}".format)
@@ -151,10 +242,11 @@ def test_operands_that_an_outer_vmap_does_not_map(outer, monkeypatch):
     spec = AttentionSpec(right=0)
     variant = _dispatch.choose(spec, (5, 1, 8), (6, 1, 8), (6, 1, 8), "bfloat16", _dispatch.HOPPER)
 
-    inner = _batching.add_leading_dimension((query[0], key, value, scale, lengths), (None, None, None, 0, 0))
+    lead = functools.partial(_batching.add_leading_dimension, roles=_batching.roles_of_call(1))
+    inner = lead((query[0], key, value, scale, lengths), (None, None, None, 0, 0))
     query_inner = jnp.broadcast_to(query[:, None], (outer, 3, *query.shape[1:]))
-    mapped = _batching.add_leading_dimension((query_inner, *inner[1:]), (0, None, None, None, None))
-    call = functools.partial(_primitives._call_kernel, variant=variant, spec=spec, query_lengths=None)
+    mapped = lead((query_inner, *inner[1:]), (0, None, None, None, None))
+    call = functools.partial(_kernel_call.forward, variant=variant, spec=spec, query_lengths=None)
     out, _ = jax.jit(lambda q, k, v, x, s: call(q, k, v, x, key_lengths=s))(*mapped)
     for i, j in np.ndindex(outer, 3):
         want, _ = reference.attention(query[i], key, value, scale[j], None, lengths[j], spec=spec)

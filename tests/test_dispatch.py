@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 
 import jax
@@ -164,6 +166,29 @@ def test_symbolic_sizes_have_no_kernel():
     )
 
 
+def test_role():
+    """Kernels of the other role do not count, and reasons name the role."""
+    forward = [v for v in load_manifest().variants if v.role == "forward"]
+    assert chosen(variants=forward, role="backward") == "this build has no backward kernel"
+    backward = [
+        dataclasses.replace(v, role="backward", name=f"bwd{v.name[3:]}") for v in forward if v.head_dim <= 128
+    ]
+    assert chosen(CAUSAL, variants=forward + backward) == "fwd_bf16_d64_causal"
+    assert chosen(CAUSAL, variants=forward + backward, role="backward") == "bwd_bf16_d64_causal"
+    assert chosen(h=192, variants=forward + backward, role="backward") == (
+        "no backward kernel takes head_dim=192; heads of up to 128 elements have one"
+    )
+
+
+def test_a_backward_kernel_needs_few_enough_tiles_of_keys():
+    """Its thread blocks are tiles of keys."""
+    variant = dataclasses.replace(load_manifest().variants[0], role="backward", mask="none")
+    most = UNBOUNDED // 2**10 * variant.tile_n
+    call = functools.partial(chosen, t=1, batch=(2**10,), n=1, k=1, h=8, variants=[variant], role="backward")
+    assert call(s=most) == variant.name
+    assert "tiles of" in call(s=most + 1)
+
+
 def test_partial_build():
     """`python -m jax_r2p.aot --only ...` leaves others out."""
     variants = [v for v in load_manifest().variants if v.mask == "causal"]
@@ -171,7 +196,7 @@ def test_partial_build():
     assert chosen(NONE, variants=variants) == (
         "this build has no kernel for sm_90a, bfloat16, mask 'none', head_dim=64, value_head_dim=64"
     )
-    assert chosen(variants=[]).startswith("no kernel takes head_dim=64")
+    assert chosen(variants=[]) == "this build has no kernel"
 
 
 @pytest.mark.parametrize(

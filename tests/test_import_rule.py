@@ -22,14 +22,19 @@ ORDER = [
     "__init__",
     "flax",
     "_dot_product_attention",
+    "_ring",
     "_attention",
     "_arguments",
     "_primitives",
+    "_kernel_call",
     "_batching",
+    "_sharding",
     "_dispatch",
     "_ffi",
     "_manifest",
+    "_blockwise",
     "reference",
+    "_scores",
     "_spec",
 ]
 BUILD_TIME = {"aot", "kernels"}
@@ -132,13 +137,19 @@ print([name for name in sys.modules if name.startswith(("jax_r2p.aot", "jax_r2p.
 
 def test_public_names():
     assert set(jax_r2p.__all__) == {
+        "OUT_NAME",
+        "RESIDUAL_NAME",
         "Explanation",
         "FallbackWarning",
         "__version__",
         "attention",
         "dot_product_attention",
         "explain",
+        "from_zigzag",
         "reference",
+        "ring_attention",
+        "to_zigzag",
+        "zigzag_order",
     }
     assert set(jax_r2p.__all__) <= set(dir(jax_r2p))
     for name in jax_r2p.__all__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -13,6 +14,7 @@ import pytest
 
 import jax_r2p
 from jax_r2p import _dispatch, _ffi
+from jax_r2p._manifest import load_manifest
 
 TARGET = _ffi.TARGET
 UNBOUNDED = 1 << 29
@@ -54,8 +56,8 @@ class Call:
         return self.attributes["variant"].strip('"')
 
 
-def calls(text: str) -> list[Call]:
-    return [Call(line) for line in text.splitlines() if f"custom_call @{TARGET}(" in line]
+def calls(text: str, target: str = TARGET) -> list[Call]:
+    return [Call(line) for line in text.splitlines() if f"custom_call @{target}(" in line]
 
 
 def the_call(function, *structs) -> Call:
@@ -257,12 +259,97 @@ def test_vmap_of_scale_calls_in_a_loop():
     assert call.operands[:4] == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "f32"]
 
 
-def test_gradient_keeps_the_kernel_for_the_result():
-    def loss(q, k, v):
-        return jnp.sum(kernel(q, k, v, is_causal=True).astype(jnp.float32))
+def gradient(function):
+    return jax.grad(lambda *a: jnp.sum(function(*a).astype(jnp.float32)), (0, 1, 2))
 
-    text = lower(jax.value_and_grad(loss, (0, 1, 2)), QUERY, KEY, KEY)
+
+BACKWARD = _ffi.BACKWARD_TARGET
+causal = functools.partial(kernel, is_causal=True)
+
+
+@pytest.fixture
+def backward_kernels(monkeypatch):
+    """A build that has a backward kernel for every forward one."""
+    manifest = load_manifest()
+    forward = [v for v in manifest.variants if v.role == "forward"]
+    backward = [dataclasses.replace(v, role="backward", name=v.name.replace("fwd", "bwd")) for v in forward]
+    manifest = dataclasses.replace(manifest, variants=(*backward, *forward))
+    monkeypatch.setattr(_dispatch, "load_manifest", lambda: manifest)
+
+
+def test_gradient_without_a_backward_kernel(monkeypatch):
+    """Keeps the kernel for the result, demanded or not, and says once what runs as plain XLA."""
+    forward = [v for v in load_manifest().variants if v.role == "forward"]
+    manifest = dataclasses.replace(load_manifest(), variants=tuple(forward))
+    monkeypatch.setattr(_dispatch, "load_manifest", lambda: manifest)
+    text, messages = warned(gradient(causal), QUERY, KEY, KEY)
     assert [call.variant for call in calls(text)] == ["fwd_bf16_d64_causal"]
+    assert calls(text, BACKWARD) == []
+    assert messages == [
+        "derivatives of jax_r2p.attention run as plain XLA: this build has no backward kernel. "
+        "implementation='xla' does that without a warning."
+    ]
+    assert warned(gradient(causal), QUERY, KEY, KEY)[1] == []
+
+
+def test_gradient_where_there_is_no_kernel_at_all():
+    """One reason, not two."""
+    x = struct(2, 5, 4, 64, dtype="float32")
+    _, (message,) = warned(gradient(jax_r2p.attention), x, x, x)
+    assert "jax_r2p.attention runs as plain XLA: no kernel takes dtype float32" in message
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_names_types_and_attributes(backward_kernels, deterministic):
+    """The whole interface to the library: a change here needs a new target name."""
+    function = functools.partial(causal, deterministic=deterministic)
+    text = lower(gradient(function), QUERY, KEY, KEY)
+    assert [call.variant for call in calls(text)] == ["fwd_bf16_d64_causal"]
+    (call,) = calls(text, BACKWARD)
+    tile_m = _dispatch.load_manifest().variants[0].tile_m
+    counters = f"{2 * 4 * -(-5 // tile_m) if deterministic else 0}xi32"
+    rows = "2x4x5xf32"
+    inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32"]
+    assert call.operands == [*inputs, *NO_LENGTHS, "2x5x4x64xf32", counters]
+    assert call.results == ["2x5x4x64xf32", "2x7x2x64xbf16", "2x7x2x64xbf16", counters]
+    assert call.attributes == {
+        "deterministic": str(deterministic).lower(),
+        "variant": '"bwd_bf16_d64_causal"',
+        "window_left": f"{UNBOUNDED} : i32",
+        "window_right": "0 : i32",
+        "kv_repeat": "1 : i64",
+        "kv_inner": "1 : i64",
+    }
+    (line,) = (line for line in text.splitlines() if BACKWARD in line)
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d+)", line)
+    assert aliases == [("0", "9"), ("3", "10")], "dquery and counters start as zeros"
+
+
+def test_backward_of_shared_keys_and_odd_widths(backward_kernels):
+    function = jax.vmap(lambda q, k, v: causal(q, k, v), (0, None, None))
+    query, key, value = struct(3, 2, 5, 4, 60), struct(2, 7, 2, 60), struct(2, 7, 2, 12)
+    (call,) = calls(lower(gradient(function), query, key, value), BACKWARD)
+    assert call.operands[:4] == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x16xbf16", "6x5x4x16xbf16"]
+    assert call.results[:3] == ["6x5x4x64xf32", "2x7x2x64xbf16", "2x7x2x16xbf16"]
+    assert (call.attributes["kv_repeat"], call.attributes["kv_inner"]) == ("3 : i64", "2 : i64")
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_dout_is_copied_only_where_rows_may_be_empty(backward_kernels, lengths):
+    """The cotangent of a row that sees no key is cut off, which otherwise is not needed."""
+
+    def function(q, k, v, s):
+        out = causal(q, k, v, key_value_seq_lengths=s if lengths else None)
+        return jnp.sum(out.astype(jnp.float32))
+
+    text = lower(jax.grad(function), QUERY, KEY, struct(2, 7, 2, 32), LENGTHS)
+    assert ("tensor<2x5x4x32xi1>" in text) == lengths
+
+
+def test_jvp_calls_no_backward_kernel(backward_kernels):
+    text, messages = warned(lambda *a: jax.jvp(causal, a, a), QUERY, KEY, KEY)
+    assert calls(text, BACKWARD) == []
+    assert messages == []
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 7, 4), (2, 0, 7, 4), (2, 5, 0, 4), (2, 5, 7, 0)], ids=str)
@@ -301,11 +388,14 @@ def test_shard_map_calls_with_local_shapes():
 
 
 def test_explicit_mesh_folds_what_its_types_would_not_merge():
-    """A new dimension and a batch that is sharded. No rule of the mesh may get into the way of the fold."""
+    """A new dimension and a batch that is sharded. No rule of the mesh may get into the way of the fold.
+
+    For one device: where there are several, `test_sharding` looks at each one's calls.
+    """
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     sharding = NamedSharding(mesh, P(None, "x", None, "y"))
     query, key = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype, sharding=sharding) for x in (QUERY, KEY))
     scales = jax.ShapeDtypeStruct((3,), jnp.float32)

@@ -75,6 +75,7 @@ def test_row_is_the_config(variant: Variant) -> None:
         assert getattr(variant, field) == getattr(config, field), field
     value = "" if variant.value_head_dim == variant.head_dim else f"v{variant.value_head_dim}"
     wide = "_wide" if variant.least_span else ""
+    assert variant.role == "forward"
     assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}{wide}"
     assert variant.least_span == VARIANTS[variant.name].least_span
     assert variant.file == f"{variant.name}.cubin"

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 
 import jax_r2p
-from jax_r2p import _dispatch, _ffi, _primitives, reference
+from jax_r2p import _dispatch, _ffi, _kernel_call, reference
 from jax_r2p._spec import AttentionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::jax_r2p.FallbackWarning")
@@ -270,7 +270,7 @@ def test_gradients_in_half_precision():
     args = operands(CASE.replace(dtype="bfloat16"))
     got, want = (jax.jit(jax.grad(f, ALL))(*args) for f in (loss, direct_loss))
     assert [x.dtype for x in got] == [jnp.bfloat16] * 3 + [jnp.float32]
-    assert_equal(got, want, 2**-8)
+    assert_equal(got, want, 2**-7)  # the backward pass reads the rounded result
 
 
 def test_gradient_agrees_with_jax():
@@ -340,7 +340,7 @@ def test_padding_changes_nothing(monkeypatch, h, hv):
 
     monkeypatch.setattr(_ffi, "attention_forward", in_its_place)
     query, key, value = CASE.replace(H=h, Hv=hv).arrays()
-    call = functools.partial(_primitives._call_kernel, query, key, value, variant=None, spec=spec)
+    call = functools.partial(_kernel_call.forward, query, key, value, variant=None, spec=spec)
     for scale in (SCALE, jnp.array([0.4, -0.3], jnp.float32)):
         assert_equal(call(scale, None, None), reference.attention(query, key, value, scale, spec=spec))
     assert set(calls) == {tuple(map(_dispatch.padded_head_dim, (h, h, hv)))}

@@ -63,3 +63,9 @@ def test_mask_kind(left, right, kind):
 
 def test_decoding_needs_no_causal_mask():
     assert AttentionSpec(right=0).effective(1, 4096).mask_kind == "none"
+
+
+@given(SIDES, SIDES, LENGTHS, LENGTHS)
+def test_empties_rows(left, right, t, s):
+    spec = AttentionSpec(left=left, right=right)
+    assert spec.empties_rows(t + 1, s) == (not all(map(any, visible(spec, t + 1, s))))
