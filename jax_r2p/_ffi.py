@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import pathlib
 import re
 import threading
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import Array
@@ -123,7 +125,6 @@ def attention_forward(
     )
     # A call has a fixed number of operands: an empty array stands for lengths that there are not.
     none = np.zeros(0, np.int32)
-    # The handler wants these integer types exactly; a Python int would become an int64.
     out, lse = jax.ffi.ffi_call(TARGET, results)(
         query,
         key,
@@ -131,13 +132,143 @@ def attention_forward(
         scale,
         none if query_lengths is None else query_lengths,
         none if key_lengths is None else key_lengths,
-        variant=variant.name,
-        window_left=np.int32(UNBOUNDED if spec.left is None else spec.left),
-        window_right=np.int32(UNBOUNDED if spec.right is None else spec.right),
-        kv_repeat=np.int64(kv_repeat),
-        kv_inner=np.int64(kv_inner),
+        **_attributes(variant, spec, kv_repeat, kv_inner),
     )
     return out, lse
+
+
+def attention_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    scale: Array,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    *,
+    variant: Variant,
+    spec: AttentionSpec,
+    kv_repeat: int,
+    kv_inner: int,
+    deterministic: bool,
+) -> tuple[Array, Array, Array]:
+    """Calls a backward kernel, in a function that is lowered for CUDA.
+
+    With scores s, weights p = exp(s - lse) and ds = p * (dout . value - delta):
+
+    Args:
+      query: (B, T, N, H), not empty.
+      key: (B // kv_repeat, S, K, H).
+      value: (B // kv_repeat, S, K, Hv).
+      dout: (B, T, N, Hv), with the dtype of query; cotangent of out.
+      lse: (B, N, T), float32, natural log; -inf for a row that sees no key.
+      delta: (B, N, T), float32: the sum of dout * out over a row, minus the cotangent of lse. It may hold
+        anything in a row that sees no key or is not there.
+      scale: float32 scalar.
+      query_lengths: (B,), int32: the queries that are there. None for T.
+      key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
+      variant: The kernel, a backward one that fits the arguments.
+      spec: The visible keys; bounds that do not bind at these lengths are left out.
+      kv_repeat: See `Folding.repeat`.
+      kv_inner: See `Folding.inner`.
+      deterministic: Whether the sums over keys are added up in a fixed order, so that each run gives the same
+        bits.
+
+    Returns:
+      dquery_sum, (B, T, N, H), float32: the sum of ds * key over the keys, without scale. dkey and dvalue,
+      like key and value: the sum of scale * ds * query and of p * dout, over all queries that share a key.
+
+    Raises:
+      InstallationError: The library cannot be used.
+    """
+    register()
+    batch, queries, heads, head_dim = query.shape
+    lse, delta = _kernel_rows(lse, delta, query_lengths, variant.tile_m)
+    tiles = lse.shape[-1] // variant.tile_m
+    # Thread blocks add to these sums, each with its keys; the counters tell whose turn it is.
+    sums = jnp.zeros((batch, heads, tiles, variant.tile_m * variant.head_dim), np.float32)
+    counters = jnp.zeros(batch * heads * tiles if deterministic else 0, np.int32)
+    none = np.zeros(0, np.int32)
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (sums, key, value, counters))
+    call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={9: 0, 10: 3})
+    sums, dkey, dvalue, _ = call(
+        query,
+        key,
+        value,
+        dout,
+        lse,
+        delta,
+        scale,
+        none if query_lengths is None else query_lengths,
+        none if key_lengths is None else key_lengths,
+        sums,
+        counters,
+        **_attributes(variant, spec, kv_repeat, kv_inner),
+    )
+    dquery_sum = dquery_rows(sums, variant.tile_m)[..., :queries, :head_dim]
+    return jnp.moveaxis(dquery_sum, 1, 2), dkey, dvalue
+
+
+def _attributes(
+    variant: Variant, spec: AttentionSpec, kv_repeat: int, kv_inner: int
+) -> dict[str, str | np.int32 | np.int64]:
+    # The handlers want these integer types exactly; a Python int would become an int64.
+    return {
+        "variant": variant.name,
+        "window_left": np.int32(UNBOUNDED if spec.left is None else spec.left),
+        "window_right": np.int32(UNBOUNDED if spec.right is None else spec.right),
+        "kv_repeat": np.int64(kv_repeat),
+        "kv_inner": np.int64(kv_inner),
+    }
+
+
+def _kernel_rows(lse: Array, delta: Array, query_lengths: Array | None, tile_m: int) -> tuple[Array, Array]:
+    """Returns lse and delta as a backward kernel takes them: (B, N, whole tiles of `tile_m` rows).
+
+    lse is in base 2. Rows that see no key, are not there, or fill up the last tile get +inf, which makes
+    their weights 0, and a delta of 0.
+    """
+    queries = lse.shape[-1]
+    there = lse != -np.inf
+    if query_lengths is not None:
+        there &= np.arange(queries, dtype=np.int32) < query_lengths[:, None, None]
+    filling = [(0, 0), (0, 0), (0, -queries % tile_m)]
+    lse = jnp.where(there, lse * np.float32(math.log2(math.e)), np.float32(np.inf))
+    delta = jnp.where(there, delta, np.float32(0))
+    return jnp.pad(lse, filling, constant_values=np.inf), jnp.pad(delta, filling)
+
+
+def dquery_rows(tiles: Array, tile_m: int) -> Array:
+    """Returns the rows of a backward kernel's sums of dquery.
+
+    The kernel keeps a tile in the order in which its registers hold it, so that neighbouring threads add to
+    neighbouring addresses. What tells two elements apart, from slowest to fastest: warpgroup (2), block of 16
+    columns, upper or lower 8 rows of a warp (2), warp (4), row (8), thread of the row (4), left or right 8
+    columns of the block (2), column of the thread (2). The warpgroups of a tile of 64 rows have half the
+    columns each, of 128 half the rows.
+
+    Args:
+      tiles: (..., tiles, elements of a tile).
+      tile_m: Rows of a tile, 64 or 128.
+
+    Returns:
+      (..., rows, columns), with the rows of all tiles.
+    """
+    if tile_m not in (64, 128):
+        raise ValueError(f"{tile_m=} must be 64 or 128")
+    *batch, count, size = tiles.shape
+    blocks = size // (2 * 64 * 16)  # of 64 rows and 16 columns, in each warpgroup
+    fragments = tiles.reshape(*batch, count, 2, blocks, 2, 4, 8, 4, 2, 2)
+    first = len(batch)
+    tile, warpgroup, block, half, warp, row, thread, side, column = range(first, first + 9)
+    if tile_m == 64:
+        order = (tile, warp, half, row, warpgroup, block, side, thread, column)
+    else:
+        order = (tile, warpgroup, warp, half, row, block, side, thread, column)
+    rows = fragments.transpose(*range(first), *order)
+    return rows.reshape(*batch, count * tile_m, size // tile_m)
 
 
 def register() -> None:
