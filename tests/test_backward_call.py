@@ -15,7 +15,7 @@ import pytest
 from launch_stub import make_backward_variant
 
 from jax_r2p import _ffi
-from jax_r2p._manifest import Variant
+from jax_r2p._manifest import InstallationError, Variant
 from jax_r2p._spec import AttentionSpec
 
 WIDE = make_backward_variant(tile_m=128, head_dim=96)
@@ -274,9 +274,18 @@ def test_unbounded_windows_and_shared_keys():
 
 
 def test_layouts_are_row_major():
+    rank4, rank3 = "dense<[3, 2, 1, 0]> : tensor<4xindex>", "dense<[2, 1, 0]> : tensor<3xindex>"
+    rank1, rank0 = "dense<0> : tensor<1xindex>", "dense<> : tensor<0xindex>"
     line = the_call(lower(WIDE))
-    layouts = re.findall(r"(?:operand|result)_layouts = \[(.*?)\](?=, result_layouts|\}| :|, )", line)
-    assert layouts, line
-    for dense in re.findall(r"dense<\[([\d, ]+)\]> : tensor<\dxindex>", line):
-        order = [int(number) for number in dense.split(", ")]
-        assert order == sorted(order, reverse=True)
+    operands = [*[rank4] * 4, rank3, rank3, rank0, rank1, rank1, rank4, rank1]
+    assert f"operand_layouts = [{', '.join(operands)}]" in line
+    assert f"result_layouts = [{', '.join([rank4, rank4, rank4, rank1])}]" in line
+
+
+def test_the_library_takes_a_backward_kernel():
+    """Its role and parameters reach the library as R2pVariant has them."""
+    variant = make_backward_variant(name="made_up_backward")
+    library = _ffi.load_library()
+    _ffi._add_variant(library, variant, b"made up")
+    with pytest.raises(InstallationError, match=r"'made_up_backward', parameters: expected \d+; got 24"):
+        _ffi._add_variant(library, dataclasses.replace(variant, role="forward"), b"made up")
