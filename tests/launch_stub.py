@@ -22,7 +22,8 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from jax_r2p._manifest import FOLDER, Variant, package_file
+from jax_r2p._manifest import FOLDER, Parameter, Variant, package_file
+from jax_r2p.aot import parameters
 
 NATIVE = pathlib.Path(__file__).resolve().parent / "native"
 HEADER = NATIVE.parents[1] / "ffi" / "c_api.h"
@@ -141,6 +142,42 @@ def make_call(
     dtypes = {"scale": "fp32", "lse": "fp32", "query_lengths": "int32", "key_lengths": "int32"}
     arrays = _make_arrays(shapes, dtypes, variant)
     return Call(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
+
+
+def make_backward_variant(**fields: Any) -> Variant:
+    """Returns a backward kernel that does not exist: fp16, head dims 96 and 64, with `fields` replaced."""
+    offsets, end = [], 0
+    for _, size in (listed := parameters.load_parameters("backward")):
+        alignment = 64 if size == 128 else min(size, 8)
+        offsets.append(-(-end // alignment) * alignment)
+        end = offsets[-1] + size
+    rows = tuple(
+        Parameter(name=name, offset=offset, size=size)
+        for (name, size), offset in zip(listed, offsets, strict=True)
+    )
+    variant = Variant(
+        name="bwd_fp16_d96v64_window",
+        role="backward",
+        file="bwd_fp16_d96v64_window.cubin",
+        sha256="",
+        size=1,
+        entry="bwd_entry",
+        arch="sm_90a",
+        dtype="fp16",
+        head_dim=96,
+        value_head_dim=64,
+        mask="window",
+        tile_m=128,
+        tile_n=80,
+        threads=384,
+        shared_memory=200_000,
+        min_blocks=1,
+        least_span=0,
+        parameters=rows,
+        registers=168,
+        spills=0,
+    )
+    return dataclasses.replace(variant, **fields)
 
 
 def make_backward_call(

@@ -412,7 +412,7 @@ def test_good_kernel_passes() -> None:
             f"counts {VARIANTS[NAME].config.shared_memory} bytes of dynamic shared memory, the kernel "
             "allocates 91000",
         ),
-        ({"parameters": (("query_map", 128), ("scale", 8))}, "lists 2 parameters (query_map, scale), the"),
+        ({"parameters": (("query_map", 128), ("scale", 8))}, "packs 2 parameters (query_map, scale), the"),
         (
             {"parameters": (("query_map", 128), ("window_left", 4), ("scale", 8))},
             "parameter 1 must be window_left of 4 bytes, the kernel takes 8 bytes",

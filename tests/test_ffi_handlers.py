@@ -8,7 +8,15 @@ from typing import Any
 
 import jax
 import pytest
-from launch_stub import Call, LibraryError, StubProcess, make_call
+from launch_stub import (
+    BackwardCall,
+    Call,
+    LibraryError,
+    StubProcess,
+    make_backward_call,
+    make_backward_variant,
+    make_call,
+)
 
 from jax_r2p._manifest import load_manifest
 
@@ -24,6 +32,20 @@ CALL = make_call(
     kv_inner=2,
     lengths=(False, True),
 )
+BACKWARD_VARIANT = make_backward_variant()
+BACKWARD = make_backward_call(
+    BACKWARD_VARIANT,
+    (6, 300, 4, 40),
+    (2, 500, 2, 40),
+    24,
+    window_left=9,
+    window_right=2,
+    kv_repeat=3,
+    kv_inner=2,
+    lengths=(False, True),
+    deterministic=True,
+)
+CALLS = {"forward": CALL, "backward": BACKWARD}
 COMMAND_BUFFER_COMPATIBLE = 1
 
 
@@ -32,6 +54,7 @@ def process():
     with StubProcess(ffi_headers=jax.ffi.include_dir()) as process:
         for variant in VARIANTS.values():
             process.add(variant)
+        process.add(BACKWARD_VARIANT, cubin="made up")
         yield process
 
 
@@ -41,21 +64,23 @@ def without_handles(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{field: call[field] for field in call.keys() - handles} for call in log]
 
 
-def test_initialize_loads_and_execute_launches(process: StubProcess):
-    loading = [call["call"] for call in process.initialize(CALL)]
+@pytest.mark.parametrize("role", CALLS)
+def test_initialize_loads_and_execute_launches(process: StubProcess, role: str):
+    loading = [call["call"] for call in process.initialize(CALLS[role])]
     assert "cuKernelGetFunction" in loading
     assert "cuLaunchKernelEx" not in loading
-    launching = [call["call"] for call in process.execute(CALL)]
+    launching = [call["call"] for call in process.execute(CALLS[role])]
     assert "cuKernelGetFunction" not in launching
     assert launching.count("cuLaunchKernelEx") == 1
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, BACKWARD_VARIANT.name])
 def test_execute_is_the_launch_of_the_c_interface(process: StubProcess, name: str):
-    """Every buffer and attribute arrives where the same field of R2pLaunch does."""
-    call = dataclasses.replace(CALL, variant=name)
-    for array in ("query", "key", "value", "out"):
-        call = call.change(array, dtype=VARIANTS[name].dtype)
+    """Every buffer and attribute arrives where the same field of R2pLaunch, or R2pBackward, does."""
+    call: Call | BackwardCall = BACKWARD
+    if name in VARIANTS:
+        call = dataclasses.replace(CALL, variant=name)
+        call = call.change("query", "key", "value", "out", dtype=VARIANTS[name].dtype)
     process.load(name, call.stream)
     by_frame, by_struct = process.execute(call), process.launch(call)
     assert without_handles(by_frame) == without_handles(by_struct)
@@ -75,19 +100,20 @@ def test_execute_alone_loads(process: StubProcess):
     assert {"cuLibraryLoadData", "cuLaunchKernelEx"} <= {call["call"] for call in process.execute(CALL)}
 
 
+@pytest.mark.parametrize("role", CALLS)
 @pytest.mark.parametrize(("stage", "traits"), [("initialize", 0), ("execute", COMMAND_BUFFER_COMPATIBLE)])
-def test_metadata(process: StubProcess, stage: str, traits: int):
+def test_metadata(process: StubProcess, stage: str, traits: int, role: str):
     """What XLA reads at registration: a version that every jaxlib takes, and leave to capture it."""
-    assert process.metadata(stage) == {"major": 0, "minor": 1, "traits": traits}
+    assert process.metadata(stage, role) == {"major": 0, "minor": 1, "traits": traits}
 
 
-ERRORS: dict[str, tuple[Call, dict[str, Any], str]] = {
+ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
     "launcher": (CALL.change("query", dtype="fp16"), {}, "INVALID_ARGUMENT: query: expected dtype bfloat16"),
     "rank": (CALL.change("lse", shape=(6, 4)), {}, "INVALID_ARGUMENT: lse: expected rank 3; got rank 2"),
     "unknown-variant": (
         CALL,
         {"attributes": {"variant": ["string", "fwd_fp8"]}},
-        "NOT_FOUND: variant: expected one of 'fwd_bf16_d128_causal', .*; got 'fwd_fp8'",
+        "NOT_FOUND: variant: expected one of 'bwd_fp16_d96v64_window', .*; got 'fwd_fp8'",
     ),
     "int64-window": (
         CALL,
@@ -110,6 +136,42 @@ ERRORS: dict[str, tuple[Call, dict[str, Any], str]] = {
         "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 6",
     ),
     "missing-argument": (CALL, {"arguments": 5}, "INVALID_ARGUMENT: Wrong number of arguments: expected 6"),
+    "backward-launcher": (
+        BACKWARD.change("dquery", data=0x7A0000000000),
+        {},
+        "INVALID_ARGUMENT: dquery: expected the address of dquery_zeros",
+    ),
+    "backward-rank": (
+        BACKWARD.change("counters", shape=(6, 4)),
+        {},
+        "INVALID_ARGUMENT: counters: expected rank 1; got rank 2",
+    ),
+    "backward-missing-argument": (
+        BACKWARD,
+        {"arguments": 10},
+        "INVALID_ARGUMENT: Wrong number of arguments: expected 11",
+    ),
+    "backward-missing-attribute": (
+        BACKWARD,
+        {"attributes": {"kv_inner": None}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 4",
+    ),
+    "backward-int64-window": (
+        BACKWARD,
+        {"attributes": {"window_right": ["int64", 5]}},
+        r"INVALID_ARGUMENT: [\s\S]*expected S32 but got S64",
+    ),
+    "forward-kernel": (
+        dataclasses.replace(BACKWARD, variant=VARIANT.name),
+        {},
+        f"INVALID_ARGUMENT: variant: expected a backward kernel; got the forward kernel '{VARIANT.name}'",
+    ),
+    "backward-kernel": (
+        dataclasses.replace(CALL, variant=BACKWARD_VARIANT.name),
+        {},
+        "INVALID_ARGUMENT: variant: expected a forward kernel; got the backward kernel "
+        f"'{BACKWARD_VARIANT.name}'",
+    ),
     "no-stream": (
         CALL,
         {"stream_fails": True},
