@@ -63,7 +63,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 64, 2, 128, 8, 40, 1e-2),
+    "tiny": Size(2, 64, 2, 128, 16, 40, 1e-2),
     "small": Size(6, 512, 8, 1024, 16, 300, 1e-3),
     "medium": Size(12, 1024, 8, 2048, 16, 300, 5e-4),
 }
@@ -150,11 +150,12 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
     return text[: -len(text) // 20], text[-len(text) // 20 :]
 
 
-def read_rows(path: Path) -> tuple[dict[int, float], str]:
+def read_curve(path: Path) -> tuple[dict[int, float], str]:
     """Returns the curve of a run from its file of rows, {step: loss}, and its name."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    summaries = [row for row in rows if "device" in row]
-    name = f"{summaries[-1]['implementation']}, {summaries[-1]['device']}" if summaries else path.stem
+    if not rows or "device" not in rows[-1]:
+        raise SystemExit(f"rows must end with the summary of a run that came to its end, got {path}")
+    name = f"{rows[-1]['implementation']}, {rows[-1]['device']}"
     return {row["step"]: row["loss"] for row in rows if "loss" in row}, name
 
 
@@ -163,12 +164,10 @@ def plot(path: Path, curves: list[tuple[dict[int, float], str]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    ratios = [3, 1][: len(curves)]
-    figure, axes = plt.subplots(
-        len(ratios), sharex=True, squeeze=False, layout="constrained", height_ratios=ratios
-    )
-    (upper, *lower) = axes[:, 0]
-    for (curve, name), style in zip(curves, ("-", "--"), strict=False):
+    ratios = {"height_ratios": [3, 1][: len(curves)]}
+    figure, axes = plt.subplots(len(curves), sharex=True, squeeze=False, layout="constrained", **ratios)
+    upper, *lower = axes[:, 0]
+    for (curve, name), style in zip(curves, ("-", "--")[: len(curves)], strict=True):
         upper.plot(curve.keys(), curve.values(), style, label=name)
     upper.set(ylabel="loss (nats a byte)", title="GPT on the topics of Python's help")
     upper.legend()
@@ -176,8 +175,9 @@ def plot(path: Path, curves: list[tuple[dict[int, float], str]]) -> None:
         (one, _), (other, _) = curves
         steps = sorted(one.keys() & other.keys())
         axis.plot(steps, [one[step] - other[step] for step in steps], color="tab:gray")
-        axis.set(ylabel="difference")
+        axis.set(ylabel="solid minus dashed")
     axes[-1, 0].set(xlabel="step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[:, 0]:
         axis.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=150)
@@ -217,6 +217,10 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Size]:
         (size.length >= held_out, f"--length must be below the {held_out} bytes held out, got {size.length}"),
         (args.compare and not args.plot, f"--compare needs --plot, got --compare {args.compare} alone"),
         (args.compare and not args.compare.is_file(), f"--compare must be a file, got {args.compare}"),
+        (
+            args.plot and not args.plot.absolute().parent.is_dir(),
+            f"--plot must be in a directory, got {args.plot}",
+        ),
     ):
         if wrong:
             parser.error(message)
@@ -258,6 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, evaluate, and write what was asked for."""
     args, size = parse(arguments)
     warnings.simplefilter("ignore", jax_r2p.FallbackWarning)  # what runs is said below
+    compared = [read_curve(args.compare)] if args.compare else []
     text, held_out = read_text()
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
 
@@ -292,6 +297,15 @@ def main(arguments: list[str] | None = None) -> None:
     compile_seconds, memory = time.perf_counter() - start, step_function.memory_analysis()
 
     rows: list[dict[str, Any]] = []
+    if args.rows and not done:
+        args.rows.write_text("")  # else rows are added
+
+    def record(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if args.rows:
+            with args.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
     steady_steps, steady_seconds, since = 0, 0.0, done
     columns = (*rich.progress.Progress.get_default_columns(), "loss {task.fields[loss]:.3f}")
     with rich.progress.Progress(*columns) as bar:
@@ -302,12 +316,10 @@ def main(arguments: list[str] | None = None) -> None:
             saves = manager is not None and (step % args.save_every == 0 or step == size.steps)
             if not (ends or saves or step % max(1, size.steps // 50) == 0):
                 continue  # without waiting for the step
-            rows.append({"step": step, "loss": float(loss)})
+            record({"step": step, "loss": float(loss)})
             if step > done + 1:  # the first step also loads the program
-                steady_steps, steady_seconds = (
-                    steady_steps + step - since,
-                    steady_seconds + time.perf_counter() - start,
-                )
+                steady_steps += step - since
+                steady_seconds += time.perf_counter() - start
             if saves:
                 save(manager, step, size, state)
             bar.update(task, completed=step, loss=rows[-1]["loss"])
@@ -322,12 +334,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     speed = steady_steps * size.batch * size.length / steady_seconds if steady_steps else None
     packages = ("jax_r2p", "jax", "jaxlib", "flax", "optax")
+    validation = float(np.mean(jax.device_get(losses)))
+    first, last = rows[0], rows[-1]
     summary = {
         "implementation": args.implementation,
         "device": device,
         "attention": ran,
         "tokens_per_second": speed,
-        "validation_loss": float(np.mean(jax.device_get(losses))),
+        "validation_loss": validation,
         "compile_seconds": compile_seconds,
         "temporary_bytes": memory.temp_size_in_bytes,  # of a device, beside its arguments
         "argument_bytes": memory.argument_size_in_bytes,
@@ -338,15 +352,13 @@ def main(arguments: list[str] | None = None) -> None:
         **dataclasses.asdict(size),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
     }
-    if args.rows:
-        with args.rows.open("a" if done else "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in [*rows, summary])
-    if args.plot:
-        own = ({row["step"]: row["loss"] for row in rows}, f"{args.implementation}, {device}")
-        plot(args.plot, [own, *([read_rows(args.compare)] if args.compare else [])])
-    for row in (rows[0], rows[-1]):
+    record(summary)
+    if args.plot:  # from the file, if any: that of a resumed run knows how it began
+        own = {row["step"]: row["loss"] for row in rows[:-1]}, f"{args.implementation}, {device}"
+        plot(args.plot, [read_curve(args.rows) if args.rows else own, *compared])
+    for row in (first, last):
         print(f"step {row['step']}: loss {row['loss']:.3f}")
-    print(f"held-out text: loss {summary['validation_loss']:.3f}")
+    print(f"held-out text: loss {validation:.3f}")
     print(f"tokens a second: {f'{speed:,.0f}' if speed else 'too few steps to tell'}")
 
 
