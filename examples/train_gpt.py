@@ -5,8 +5,9 @@
     python examples/train_gpt.py --implementation jax --rows jax.jsonl --compare r2p.jsonl --plot curves.png
 
 The text is the topics of Python's `help`, read byte by byte; its last twentieth is held out. Parameters are
-float32 and products bfloat16. Layers are scanned and rematerialised, and each device takes its part of the
-batch. One seed gives the same parameters and batches for each implementation, so that curves can be compared.
+float32 and products bfloat16. Layers are scanned and rematerialised: what is inside of them is computed
+twice, apart from attention with `--remat-policy attention`. Each device takes its part of the batch. One seed
+gives the same parameters and batches for each implementation, so that curves can be compared.
 
 `--size tiny` takes seconds on a CPU. `small` and `medium` are for GPUs: they read the text several times, so
 late in a run they learn it by heart. That is fine for comparing curves, and shows in the held-out loss.
@@ -92,7 +93,8 @@ class Layer(nnx.Module):
 class GPT(nnx.Module):
     """A decoder. The parameters of its layers are stacked, so that one program runs for all of them."""
 
-    def __init__(self, size: Size, attend: Callable[..., Array], rngs: nnx.Rngs):
+    def __init__(self, size: Size, attend: Callable[..., Array], saved: tuple[str, ...], rngs: nnx.Rngs):
+        self.saved = saved  # names of what is not computed twice
         embed = functools.partial(nnx.Embed, features=size.width, dtype=jnp.bfloat16, rngs=rngs)
         self.token, self.place = embed(TOKENS), embed(size.length)
         stack = nnx.split_rngs(splits=size.layers)(nnx.vmap(functools.partial(Layer, size, attend)))
@@ -108,8 +110,9 @@ class GPT(nnx.Module):
             return nnx.merge(graph, parameters)(x), None
 
         x = self.token(tokens) + self.place(jnp.arange(tokens.shape[1]))
+        policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
         # The scan keeps apart what is computed twice, so nothing else need prevent that it is merged.
-        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, parameters)
+        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False, policy=policy), x, parameters)
         return self.readout(self.norm(x))
 
 
@@ -194,6 +197,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Size]:
             f"--{field.name.replace('_', '-')}", type=float if field.name == "learning_rate" else int
         )
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="r2p", help="of attention")
+    parser.add_argument(
+        "--remat-policy", choices=("nothing", "attention"), default="nothing", help="what each layer saves"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     parser.add_argument("--rows", type=Path, help="file for the curve and a summary, as JSON lines")
     parser.add_argument("--plot", type=Path, help="PNG file for the curve")
@@ -215,6 +221,10 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Size]:
         (size.width % size.heads, f"--heads must divide --width {size.width}, got {size.heads}"),
         (size.batch % devices, f"--batch must be a multiple of the {devices} devices, got {size.batch}"),
         (size.length >= held_out, f"--length must be below the {held_out} bytes held out, got {size.length}"),
+        (
+            args.remat_policy == "attention" and args.implementation != "r2p",
+            f"--remat-policy attention needs --implementation r2p, got {args.implementation}",
+        ),
         (args.compare and not args.plot, f"--compare needs --plot, got --compare {args.compare} alone"),
         (args.compare and not args.compare.is_file(), f"--compare must be a file, got {args.compare}"),
         (
@@ -274,7 +284,9 @@ def main(arguments: list[str] | None = None) -> None:
         starts = np.random.default_rng((args.seed, step)).integers(0, len(text) - size.length, size.batch)
         return windows(text, starts)
 
-    graph, parameters = nnx.split(GPT(size, IMPLEMENTATIONS[args.implementation], nnx.Rngs(args.seed)))
+    saved = (jax_r2p.OUT_NAME, jax_r2p.RESIDUAL_NAME) if args.remat_policy == "attention" else ()
+    model = GPT(size, IMPLEMENTATIONS[args.implementation], saved, nnx.Rngs(args.seed))
+    graph, parameters = nnx.split(model)
     low, high = size.learning_rate / 10, size.learning_rate
     rate = optax.warmup_cosine_decay_schedule(low, high, max(1, size.steps // 10), size.steps, low)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
@@ -340,6 +352,7 @@ def main(arguments: list[str] | None = None) -> None:
         "implementation": args.implementation,
         "device": device,
         "attention": ran,
+        "remat_policy": args.remat_policy,
         "tokens_per_second": speed,
         "validation_loss": validation,
         "compile_seconds": compile_seconds,

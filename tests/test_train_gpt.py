@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_r2p
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of the packages themselves
     for package in ("flax", "matplotlib", "optax", "orbax.checkpoint"):
@@ -94,6 +96,14 @@ def test_it_goes_on_where_it_stopped(first_run, tmp_path):
     assert resumed_summary["validation_loss"] == summary["validation_loss"]
 
 
+@pytest.mark.skipif("OUT_NAME" not in jax_r2p.__all__, reason="attention names nothing for policies yet")
+def test_saving_attention_changes_no_loss(first_run):
+    directory, losses, _ = first_run
+    saving, summary = run(directory, "saving.jsonl", "--remat-policy", "attention")
+    assert summary["remat_policy"] == "attention"
+    np.testing.assert_allclose(list(saving.values()), list(losses.values()), atol=0.01, rtol=0)
+
+
 @pytest.fixture(scope="module")
 def example():
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
@@ -118,6 +128,7 @@ BAD = {
     "--length 1000000": r"--length must be below the \d+ bytes held out, got 1000000",
     "--compare x": "--compare needs --plot, got --compare x alone",
     "--compare no/rows --plot x": "--compare must be a file, got no/rows",
+    "--implementation jax --remat-policy attention": "needs --implementation r2p, got jax",
     "--plot no/x": "--plot must be in a directory, got no/x",
     "--implementation xla": "invalid choice: 'xla'",
 }
@@ -155,7 +166,7 @@ def test_another_checkpoint(example, first_run, arguments, message):
 def test_nothing_is_gathered(example):
     """Each device computes with its own sequences; only loss and gradients are summed."""
     size = example.SIZES["tiny"]
-    model = example.GPT(size, example.IMPLEMENTATIONS["r2p"], example.nnx.Rngs(0))
+    model = example.GPT(size, example.IMPLEMENTATIONS["r2p"], (), example.nnx.Rngs(0))
     graph, parameters = example.nnx.split(model)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
     optimizer = example.optax.sgd(0.1)
