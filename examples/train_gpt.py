@@ -178,7 +178,7 @@ def plot(path: Path, curves: list[tuple[dict[int, float], str]]) -> None:
         (one, _), (other, _) = curves
         steps = sorted(one.keys() & other.keys())
         axis.plot(steps, [one[step] - other[step] for step in steps], color="tab:gray")
-        axis.set(ylabel="solid minus dashed")
+        axis.set(ylabel="solid\nminus dashed")
     axes[-1, 0].set(xlabel="step")
     axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[:, 0]:
