@@ -113,7 +113,11 @@ def _backward(
     deterministic: bool,
 ) -> tuple[Array, Array, Array, Array]:
     *batch, queries, _, head_dim = query.shape
-    folding = _batching.fold(batch, key.shape[:-3], value.shape[:-3])
+    key_dims, value_dims = key.shape[:-3], value.shape[:-3]
+    if key_lengths is not None:
+        # The kernel clears what lies beyond the keys of a sequence, so none may share them with a longer one.
+        key_dims = value_dims = batch
+    folding = _batching.fold(batch, key_dims, value_dims)
     dquery_sum, dkey, dvalue = _ffi.attention_backward(
         _fold_and_pad(query, batch),
         _fold_and_pad(key, folding.kv_dims),
