@@ -113,7 +113,8 @@ def _backward(
     deterministic: bool,
 ) -> tuple[Array, Array, Array, Array]:
     *batch, queries, _, head_dim = query.shape
-    key_dims, value_dims = key.shape[:-3], value.shape[:-3]
+    key_dims: Sequence[int] = key.shape[:-3]
+    value_dims: Sequence[int] = value.shape[:-3]
     if key_lengths is not None:
         # The kernel clears what lies beyond the keys of a sequence, so none may share them with a longer one.
         key_dims = value_dims = batch

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_r2p
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of the packages themselves
     for package in ("flax", "matplotlib", "optax", "orbax.checkpoint"):

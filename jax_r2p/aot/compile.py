@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 from jax_r2p._manifest import Parameter, Toolchain, Variant
 from jax_r2p.aot import checks, elf, parameters
@@ -134,7 +135,7 @@ def _compile(row: VariantRow) -> tuple[bytes, str, int]:
     from jax_r2p.kernels.backward import AttentionBackward
     from jax_r2p.kernels.forward import AttentionForward
 
-    kernel_type = {"forward": AttentionForward, "backward": AttentionBackward}[row.config.role]
+    kernel_type: Any = {"forward": AttentionForward, "backward": AttentionBackward}[row.config.role]
     kernel = kernel_type(row.config)
     # The names live on the function objects, not on this kernel. The kernel's gets "_0", the launch's number.
     short = {"remove_cutlass_symbol": True, "keep_mangled_name": False}

@@ -107,8 +107,8 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row(128, "window", 64, 64, 2, 24, 232, "registers"),
         # Over 64x64: windows (64, 0) 1.04, (256, 0) 0.96 to 1.02, (1024, 0) 0.85 to 0.91.
         row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=512),
-        # Causal 1.71; tile_n 96 1.72; 80 with the query in registers and an out tile of its own, the most there
-        # is room for, 1.75. Windows: 48 keys let two CTAs share an SM; not timed.
+        # Causal 1.71; tile_n 96 1.72; 80 with the query in registers and an out tile of its own, the most
+        # there is room for, 1.75. Windows: 48 keys let two CTAs share an SM; not timed.
         row(192, "none", 128, 112, 1, 24, 240, "under out"),
         row(192, "causal", 128, 112, 1, 24, 240, "under out"),
         row(192, "window", 64, 48, 2, 24, 232, "under out"),
@@ -116,8 +116,8 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row((192, 128), "none", 128, 112, 1, 24, 240, "registers"),
         row((192, 128), "causal", 128, 112, 1, 24, 240, "registers"),
         row((192, 128), "window", 64, 48, 2, 24, 232, "registers"),
-        # Causal 1.88 and, at length 512, 0.218; tile_n 64 2.00 and 0.214. 80 is the most that finds room. Windows: one CTA an SM, since 64x64
-        # is too large for two; with the query in registers it spills.
+        # Causal 1.88 and, at length 512, 0.218; tile_n 64 2.00 and 0.214. 80 is the most that finds room.
+        # Windows: one CTA an SM, since 64x64 is too large for two; with the query in registers it spills.
         row(256, "none", 128, 80, 1, 24, 240, "under out"),
         row(256, "causal", 128, 80, 1, 24, 240, "under out"),
         row(256, "window", 128, 64, 1, 24, 240, "under out"),
@@ -129,9 +129,7 @@ def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
 
     def row(head_dim: int, mask: Mask, tile_m: int, tile_n: int, **config: Any) -> VariantRow:
         return VariantRow(
-            BackwardConfig(
-                dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, tile_n=tile_n, **config
-            )
+            BackwardConfig(dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, tile_n=tile_n, **config)
         )
 
     small: dict[str, Any] = {"min_blocks": 2, "consumer_registers": 232, "overlap_dkey": True}
@@ -164,5 +162,7 @@ VARIANTS: dict[str, VariantRow] = FORWARD | BACKWARD
 
 def without_r2p(row: VariantRow) -> VariantRow:
     """The same kernel with integer compares an element in place of R2P, named with `_compare` at the end."""
+    if not isinstance(row.config, ForwardConfig):
+        raise ValueError(f"{row.name} is no forward kernel")
     config = dataclasses.replace(row.config, mask_lowering="compare")
     return dataclasses.replace(row, config=config, suffix=f"{row.suffix}_compare")

@@ -1,10 +1,11 @@
 """Flash-attention backward for SM90: the cotangents of query, key and value from those of out and residual.
 
-One CTA owns `tile_n` keys of one head of key and value, 64 for each consumer warpgroup, and goes through the query tiles that see them, for every query head that shares the keys. Scores are computed
-transposed, S^T = K Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in
-which the matmuls dV += P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in
-queries `mask.py` turns into predicates as it does in the forward pass. Only dS goes through shared memory,
-for dQ = dS K; those tiles are added in fp32 in global memory by the bulk copy unit, which needs no thread.
+One CTA owns `tile_n` keys of one head of key and value, 64 for each consumer warpgroup, and goes through the
+query tiles that see them, for every query head that shares the keys. Scores are computed transposed, S^T = K
+Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in which the matmuls dV +=
+P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in queries `mask.py` turns
+into predicates as it does in the forward pass. Only dS goes through shared memory, for dQ = dS K; those tiles
+are added in fp32 in global memory by the bulk copy unit, which needs no thread.
 
     P = exp2(S * scale * log2(e) - lse),   dS = P * (dP - delta),   dP = dO V^T
 
@@ -49,8 +50,8 @@ FAR = 1 << 30
 """Further than any query or key: the bound of a key that is not there."""
 
 DS_STAGES = 2
-"""Tiles of dS in shared memory. With two, one barrier a step is enough: a warpgroup that writes the tile of
-step i has passed the barrier of step i - 1, at which the other had finished reading the tile of step i - 2."""
+"""Tiles of dS in shared memory. With two, one barrier a step is enough: a warp that writes the tile of step i
+has passed the barrier of step i - 1, at which all others had finished reading the tile of step i - 2."""
 
 
 class Barrier:
@@ -378,9 +379,7 @@ class AttentionBackward:
         s_values = storage.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         # A thread's columns of a row of statistics: 2 * (lane % 4) + {0, 1} + 8 * j.
-        by_column = cute.make_layout(
-            (2, 4, self.tile_m // 8, self.stages), stride=(1, 2, 8, self.tile_m)
-        )
+        by_column = cute.make_layout((2, 4, self.tile_m // 8, self.stages), stride=(1, 2, 8, self.tile_m))
         s_lse = cute.make_tensor(storage.lse.data_ptr(), by_column)
         s_delta = cute.make_tensor(storage.delta.data_ptr(), by_column)
 
@@ -401,12 +400,8 @@ class AttentionBackward:
 
         # With its rows a stage holds one statistic of each.
         pipelines = Pipelines(
-            query=make_pipeline(
-                storage.q_barriers, self.stages, self.tile_m * (2 * self.head_dim + 4)
-            ),
-            dout=make_pipeline(
-                storage.do_barriers, self.stages, self.tile_m * (2 * self.value_head_dim + 4)
-            ),
+            query=make_pipeline(storage.q_barriers, self.stages, self.tile_m * (2 * self.head_dim + 4)),
+            dout=make_pipeline(storage.do_barriers, self.stages, self.tile_m * (2 * self.value_head_dim + 4)),
             key=make_pipeline(storage.k_barriers, 1, self.tile_n * 2 * self.head_dim),
             value=make_pipeline(storage.v_barriers, 1, self.tile_n * 2 * self.value_head_dim),
         )
@@ -543,7 +538,10 @@ class AttentionBackward:
             atom, shared, in_global = self._tma_tiles(operand, place, tile)
             stages.producer_acquire(once)
             cute.copy(
-                atom, in_global[None, block.index], shared[None, 0], tma_bar_ptr=stages.producer_get_barrier(once)
+                atom,
+                in_global[None, block.index],
+                shared[None, 0],
+                tma_bar_ptr=stages.producer_get_barrier(once),
             )
 
         state = pipeline.make_pipeline_state(producer, self.stages)
@@ -559,7 +557,9 @@ class AttentionBackward:
                 self.load(douts, delta, tile, number, pipelines.dout, state)
                 state.advance()
 
-    def load(self, tiles: tuple, statistic: tuple, tile: Int32, number: Int32, stages: Any, state: Any) -> None:
+    def load(
+        self, tiles: tuple, statistic: tuple, tile: Int32, number: Int32, stages: Any, state: Any
+    ) -> None:
         """Wait for the stage to be free, then start the copies of a tile and of its rows' statistic."""
         atom, shared, in_global = tiles
         statistics, s_statistics = statistic
@@ -621,9 +621,7 @@ class AttentionBackward:
                     )
                     self.await_turn(schedule.counters + Int64(number) * 4, before)
                 for wg in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.barrier(
-                        barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP
-                    )
+                    cute.arch.barrier(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
                     source = (shared + wg * part).toint()
                     target = (dquery + (Int64(number) * self.warpgroups + wg) * part).toint()
                     with cute.arch.elect_one():
@@ -645,7 +643,9 @@ class AttentionBackward:
         seen = Int32(-1)
         while seen < before:
             seen = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter]
+                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+                write_only_types=[Int32],
+                read_only_args=[counter],
             )
         cute.arch.sync_warp()
 
@@ -729,11 +729,10 @@ class AttentionBackward:
                     operands.douts[None, None, None, do_state.index],
                 )
                 warpgroup.wait_group(1)
-                if cutlass.const_expr(self.config.overlap_dkey):
-                    if step > 0:
-                        # dK of the step before has ended too.
-                        pipelines.query.consumer_release(q_state)
-                        q_state.advance()
+                if cutlass.const_expr(self.config.overlap_dkey) and step > 0:
+                    # dK of the step before has ended too.
+                    pipelines.query.consumer_release(q_state)
+                    q_state.advance()
                 # dP runs.
                 self.exponentiate(registers.scores, s_lse, quad, q_next.index, factor)
                 if self.is_masked(tile, visited):
@@ -784,9 +783,7 @@ class AttentionBackward:
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
         for i in cutlass.range_constexpr(cute.size(registers.dkey)):
             registers.dkey[i] = registers.dkey[i] * scale
-        self.store_rows(
-            matmuls.dkey, registers.dkey, s_keys, dkey, self.head_dim, block, wg, thread
-        )
+        self.store_rows(matmuls.dkey, registers.dkey, s_keys, dkey, self.head_dim, block, wg, thread)
         self.store_rows(
             matmuls.dvalue, registers.dvalue, s_values, dvalue, self.value_head_dim, block, wg, thread
         )
@@ -799,9 +796,7 @@ class AttentionBackward:
         both = (False, True)
         return Matmuls(
             scores=tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in both),
-            dquery=tuple(
-                self._matmul(DQ_COLUMNS, a="columns", b_major=mn_major, accumulate=x) for x in both
-            ),
+            dquery=tuple(self._matmul(DQ_COLUMNS, a="columns", b_major=mn_major, accumulate=x) for x in both),
             dkey=self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True),
             dvalue=self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True),
         )
@@ -896,7 +891,11 @@ class AttentionBackward:
     def is_masked(self, tile: Int32, visited: blocks.QueryRange) -> Any:
         """Whether a bound or the end of the keys crosses a query tile."""
         masked = tile < visited.right_masked
-        return cutlass.Boolean(masked) | cutlass.Boolean(tile >= visited.left_masked) if self.has_left else masked
+        return (
+            cutlass.Boolean(masked) | cutlass.Boolean(tile >= visited.left_masked)
+            if self.has_left
+            else masked
+        )
 
     def exponentiate(self, scores: Any, s_lse: Any, quad: Int32, stage: Int32, factor: Float32) -> None:
         """Turn scores into weights, in place."""
@@ -931,7 +930,7 @@ class AttentionBackward:
             registers.weight_pairs[i] = self.pack(registers.scores[2 * i], registers.scores[2 * i + 1])
 
     def cotangents(self, registers: Registers, s_delta: Any, quad: Int32, stage: Int32) -> None:
-        """dS = P * (dP - delta), rounded."""
+        """DS = P * (dP - delta), rounded."""
         pair = cute.make_rmem_tensor(2, Float32)
         weights, products = registers.scores, registers.products
         for j in range(self.tile_m // 8):
@@ -1004,14 +1003,10 @@ class AttentionBackward:
             cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
 
     @cute.jit
-    def clear(
-        self, tile: cute.Pointer, rows: cutlass.Constexpr, width: cutlass.Constexpr, first: Int32
-    ):
+    def clear(self, tile: cute.Pointer, rows: cutlass.Constexpr, width: cutlass.Constexpr, first: Int32):
         """Set rows from `first` on to 0. A tile is a row of boxes; in each a row stays in its place."""
         box_words = box_columns(width) // 2
-        words = cute.make_tensor(
-            cute.recast_ptr(tile, dtype=Uint32), cute.make_layout(rows * width // 2)
-        )
+        words = cute.make_tensor(cute.recast_ptr(tile, dtype=Uint32), cute.make_layout(rows * width // 2))
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         for box in cutlass.range_constexpr(width // box_columns(width)):
             start = box * rows * box_words + first * box_words

@@ -152,7 +152,7 @@ def query_range(
     left: Index | None,
     right: Index | None,
 ) -> QueryRange:
-    """Tiles of `tile_m` query rows that see a key of the block that starts at `first_key`; none: start = stop.
+    """Tiles of `tile_m` query rows that see a key of the block at `first_key`; none: start = stop.
 
     A tile is visited iff its rows, those beyond the queries included, reach into the block on the right, and
     a row that is there does on the left: so the blocks of a tile are neighbours, and `last_block` knows them.

@@ -215,8 +215,8 @@ class BackwardConfig:
             raise ValueError(f"tile_m={self.tile_m} must be at most tile_n={self.tile_n}")
         if self.tile_m * self.head_dim < self.tile_n * 64:
             raise ValueError(
-                f"tile_m={self.tile_m} and head_dim={self.head_dim} leave less than 64 x 64 elements of dQ to "
-                f"each of {self.consumer_warpgroups} warpgroups"
+                f"tile_m={self.tile_m} and head_dim={self.head_dim} leave less than 64 x 64 elements of dQ "
+                f"to each of {self.consumer_warpgroups} warpgroups"
             )
         if self.overlap_dkey and self.stages < 2:
             raise ValueError("overlap_dkey needs 2 stages: a step's query rows stay until the next has begun")
