@@ -222,8 +222,8 @@ class BackwardConfig:
                 )
             if min(self.head_dim, self.value_head_dim) < 128:
                 raise ValueError(
-                    f"two warpgroups divide columns in parts of 64 at least, got head_dim={self.head_dim} and "
-                    f"value_head_dim={self.value_head_dim}"
+                    f"two warpgroups divide columns in parts of 64 at least, got head_dim={self.head_dim} "
+                    f"and value_head_dim={self.value_head_dim}"
                 )
         elif self.tile_m > self.tile_n:
             raise ValueError(f"tile_m={self.tile_m} must be at most tile_n={self.tile_n}")
