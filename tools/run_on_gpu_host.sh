@@ -91,8 +91,10 @@ step tests "${LIMIT_TESTS:-540}" "$out/tests.log" \
   --durations 25 ${TESTS:-} tests/gpu
 step sanitize "${LIMIT_SANITIZE:-300}" "$out/sanitize.log" bash -c sanitize
 export PYTHONPATH=$PYTHONPATH${PEERS:+:$PEERS}
+matmul=() # a yardstick, in turn with one of the cases
+[[ ",${CASES:-all}," =~ ,(all|headline|full_d128_s8192), ]] && matmul=(--matmul)
 step bench "${LIMIT_BENCH:-400}" "$out/bench.log" \
-  "$python" -P -m jax_r2p bench --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
+  "$python" -P -m jax_r2p bench --host "${matmul[@]}" --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
   --cases "${CASES:-all}" --impls "${IMPLS:-default}"
 step training "${LIMIT_TRAINING:-300}" "$out/training.log" \
   "$python" -P -m jax_r2p bench --pass training --host --out "$out/training.jsonl" --commit "$commit" \
