@@ -9,9 +9,9 @@
 
 All run in one process and get the same inputs. A sample is many calls queued without waiting, then one wait:
 the time of the device, not of the call; where queueing may have been the slower part, the table has a `*`,
-and --host prints what it takes.
-The implementations take turns, in an order that changes from round to round. Inputs change from call to
-call, so that none is in the L2 cache. The first round does not count; the table has medians of the others.
+and --host prints what it takes. The implementations take turns, in an order that changes from round to round.
+Inputs change from call to call, so that none is in the L2 cache. The first round does not count; the table
+has medians of the others.
 
 With --pass training a call gives the gradients of query, key and value, by jax.vjp, from a random cotangent.
 Where jax_r2p has no backward kernel that is listed, and plain XLA is not timed in its place.
