@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jax_r2p import _batching, _blockwise, _dispatch, _ffi, _kernel_call, _sharding, reference
 from jax_r2p._batching import Role
 from jax_r2p._manifest import Role as ManifestRole
-from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p._manifest import Variant
 from jax_r2p._spec import AttentionSpec
 
 _Function = Callable[..., Sequence[Array]]
@@ -438,7 +438,7 @@ def _lower_forward_cuda(
             settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), "lengths": lengths}
             if _sharding.is_split(ctx):
                 _ffi.register()  # here too: a program that is found in a cache is not split again
-                return _sharding.lower(ctx, *operands, settings=settings)
+                return _sharding.lower(ctx, *operands, target=_sharding.TARGET, settings=settings)
             function = _kernel_of(settings)
         else:
             _fall_back(choice, implementation)
@@ -454,12 +454,25 @@ def _lower_backward_default(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _lower(functools.partial(_backward, **params), ctx, *operands)
 
 
-def _lower_backward_cuda(ctx: Any, *operands: Any, spec: AttentionSpec, **params: Any) -> Any:
-    function = functools.partial(_backward, spec=spec, **params)
-    if not _is_empty(ctx):
+def _lower_backward_cuda(
+    ctx: Any,
+    *operands: Any,
+    spec: AttentionSpec,
+    lengths: _Lengths,
+    of: _Of,
+    deterministic: bool,
+) -> Any:
+    params = {"lengths": lengths, "of": of, "deterministic": deterministic}
+    function: _Function = functools.partial(_backward, spec=spec, **params)
+    if not _is_empty(ctx) and any(of):
         choice = _choose(ctx, spec, "backward")
         if isinstance(choice, Variant):
-            function = functools.partial(_backward_kernel, spec=spec, variant=choice, **params)
+            settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), **params}
+            if _sharding.is_split(ctx):
+                _ffi.register()
+                settings["sums"] = _sharding.all_automatic(ctx)
+                return _sharding.lower(ctx, *operands, target=_sharding.BACKWARD_TARGET, settings=settings)
+            function = _backward_kernel_of(settings)
         elif isinstance(_choose(ctx, spec, "forward"), Variant):
             _dispatch.warn_fallback(choice, "derivatives of jax_r2p.attention run as plain XLA")
     return _lower(function, ctx, *operands)
@@ -500,12 +513,25 @@ def _backward_kernel(
 
 def _kernel_of(settings: _sharding.Settings) -> _Function:
     """Returns the function of the operands of `attention_p`, or of a shard of each, that calls a kernel."""
-    (variant,) = (variant for variant in load_manifest().variants if variant.name == settings["variant"])
-    spec = AttentionSpec(**settings["spec"])
+    spec, variant = _named(settings)
     return functools.partial(_forward_kernel, spec=spec, lengths=settings["lengths"], variant=variant)
 
 
-_sharding.register(_kernel_of, "cuda")
+def _backward_kernel_of(settings: _sharding.Settings) -> _Function:
+    """The same for `attention_backward_p`."""
+    spec, variant = _named(settings)
+    params = {name: settings[name] for name in ("lengths", "of", "deterministic")}
+    return functools.partial(_backward_kernel, spec=spec, variant=variant, **params)
+
+
+def _named(settings: _sharding.Settings) -> tuple[AttentionSpec, Variant]:
+    variants = _dispatch.load_manifest().variants
+    (variant,) = (variant for variant in variants if variant.name == settings["variant"])
+    return AttentionSpec(**settings["spec"]), variant
+
+
+_sharding.register(_sharding.TARGET, _kernel_of, "cuda")
+_sharding.register(_sharding.BACKWARD_TARGET, _backward_kernel_of, "cuda")
 
 
 def _is_empty(ctx: Any) -> bool:

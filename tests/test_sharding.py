@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import pathlib
 import re
 import subprocess
@@ -89,7 +90,8 @@ BOTH_TYPES = pytest.mark.parametrize("kind", ["auto", "explicit"])
 def on_mesh(kind, shape=(2, 4)):
     axis_type, is_set = MESHES[kind]
     names = ("x", "y")[: len(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         yield mesh
 
@@ -105,7 +107,7 @@ def place(mesh, args, spec, kv_spec=None):
 def compile_and_run(function, *args):
     compiled = jax.jit(lambda *args: function(*args)).lower(*args).compile()
     text = compiled.as_text()
-    assert _sharding.TARGET not in text
+    assert not any(target in text for target in (_sharding.TARGET, _sharding.BACKWARD_TARGET))
     return compiled(*args), collectives(text)
 
 
@@ -270,24 +272,54 @@ def gradient(implementation):
     return function
 
 
-# With K = 2 for four devices, XLA gathers two arrays; with shared copies, gradients are summed over them.
+# Mesh, sharding of the query, that of key and value, K, what may be sent, and the shard of the backward kernel.
+# Devices that have copies of a key head add up what each makes of it.
+HEADS_ALL = P(None, None, "x")
 GRADIENTS = {
-    "batch": (P("x"), P("x"), 2, {}),
-    "both, K = 4": (BOTH, BOTH, 4, {}),
-    "both, K = 1": (BOTH, P("x"), 1, {"all-reduce"}),
-    "both, K = 2": (BOTH, P("x"), 2, {"all-gather", "all-reduce"}),
+    "batch": ((8,), P("x"), P("x"), 2, {}, (1, T, N, H)),
+    "heads, K = N": ((8,), HEADS_ALL, HEADS_ALL, N, {}, (B, T, 1, H)),
+    "heads, K = 4": ((4,), HEADS_ALL, HEADS_ALL, 4, {}, (B, T, 2, H)),
+    "heads, K = 2": ((2,), HEADS_ALL, HEADS_ALL, 2, {}, (B, T, 4, H)),
+    "heads, K = 1": ((8,), HEADS_ALL, P(), 1, {"all-reduce"}, (B, T, 1, H)),
+    "both, K = 4": ((2, 4), BOTH, BOTH, 4, {}, (4, T, 2, H)),
+    "both, K = 1": ((2, 4), BOTH, P("x"), 1, {"all-reduce"}, (4, T, 2, H)),
+    "both swapped, K = 2": ((2, 4), P("y", None, "x"), P("y", None, "x"), 2, {}, (2, T, 4, H)),
+    "heads over both axes, K = 2": (
+        (2, 4),
+        P(None, None, ("x", "y")),
+        P(None, None, "x"),
+        2,
+        {"all-reduce"},
+        (B, T, 1, H),
+    ),
+    "heads over both axes the other way, K = 4": (
+        (2, 4),
+        P(None, None, ("y", "x")),
+        P(None, None, "y"),
+        4,
+        {"all-reduce"},
+        (B, T, 1, H),
+    ),
+    # XLA's own: gradients that lie on all devices are gathered from halves.
+    "both, K = 2": ((2, 4), BOTH, P("x"), 2, {"all-gather", "all-reduce"}, (4, T, 2, H)),
 }
 
 
 @pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradient(kind, case, calls):
-    spec, kv_spec, kv_heads, allowed = case
-    with on_mesh(kind) as mesh:
+    shape, spec, kv_spec, kv_heads, allowed, shard = case
+    with on_mesh(kind, shape) as mesh:
         args = place(mesh, arrays(kv_heads), spec, kv_spec)
         got, sent = compile_and_run(gradient("r2p"), *args)
+    assert (calls, calls.backward) == ([shard], [shard])
     assert set(sent) <= set(allowed)
     lies(got[0], mesh, *spec)
-    close(got, jax.jit(gradient("xla"))(*arrays(kv_heads)), 4e-3)
+    close(got, expected_gradient(kv_heads), 4e-3)
+
+
+@functools.cache
+def expected_gradient(kv_heads):
+    return jax.jit(gradient("xla"))(*arrays(kv_heads))
 
 
 @BOTH_TYPES
