@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jax_r2p import _batching, _blockwise, _dispatch, _ffi, _kernel_call, _sharding, reference
 from jax_r2p._batching import Role
 from jax_r2p._manifest import Role as ManifestRole
-from jax_r2p._manifest import Variant
+from jax_r2p._manifest import Variant, load_manifest
 from jax_r2p._spec import AttentionSpec
 
 _Function = Callable[..., Sequence[Array]]
@@ -462,17 +462,17 @@ def _lower_backward_cuda(
     of: _Of,
     deterministic: bool,
 ) -> Any:
-    params = {"lengths": lengths, "of": of, "deterministic": deterministic}
+    params: dict[str, Any] = {"lengths": lengths, "of": of, "deterministic": deterministic}
     function: _Function = functools.partial(_backward, spec=spec, **params)
     if not _is_empty(ctx) and any(of):
         choice = _choose(ctx, spec, "backward")
         if isinstance(choice, Variant):
-            settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), **params}
             if _sharding.is_split(ctx):
                 _ffi.register()
+                settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), **params}
                 settings["sums"] = _sharding.all_automatic(ctx)
                 return _sharding.lower(ctx, *operands, target=_sharding.BACKWARD_TARGET, settings=settings)
-            function = _backward_kernel_of(settings)
+            function = functools.partial(_backward_kernel, spec=spec, variant=choice, **params)
         elif isinstance(_choose(ctx, spec, "forward"), Variant):
             _dispatch.warn_fallback(choice, "derivatives of jax_r2p.attention run as plain XLA")
     return _lower(function, ctx, *operands)
@@ -518,15 +518,14 @@ def _kernel_of(settings: _sharding.Settings) -> _Function:
 
 
 def _backward_kernel_of(settings: _sharding.Settings) -> _Function:
-    """The same for `attention_backward_p`."""
+    """The same for a shard of each operand of `attention_backward_p`."""
     spec, variant = _named(settings)
     params = {name: settings[name] for name in ("lengths", "of", "deterministic")}
     return functools.partial(_backward_kernel, spec=spec, variant=variant, **params)
 
 
 def _named(settings: _sharding.Settings) -> tuple[AttentionSpec, Variant]:
-    variants = _dispatch.load_manifest().variants
-    (variant,) = (variant for variant in variants if variant.name == settings["variant"])
+    (variant,) = (variant for variant in load_manifest().variants if variant.name == settings["variant"])
     return AttentionSpec(**settings["spec"]), variant
 
 

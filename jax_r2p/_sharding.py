@@ -303,7 +303,10 @@ def _to_sharding(tiles: np.ndarray[Any, Any], dims: Sequence[Sequence[int]]) -> 
     return xla_client.HloSharding.from_proto(proto)
 
 
-def _tuple_of(shardings: Sequence[Any]) -> Any:
+def _together(shardings: Sequence[Any]) -> Any:
+    """Returns the sharding of all results; a single one is not in a tuple."""
+    if len(shardings) == 1:
+        return shardings[0]
     proto = xla_client.OpSharding()
     proto.type = xla_client.OpSharding.Type.TUPLE
     proto.tuple_shardings = [sharding.to_proto() for sharding in shardings]
@@ -319,13 +322,12 @@ sum_p.def_abstract_eval(lambda x, *, groups: x)
 def _lower_sum(ctx: Any, x: Any, *, groups: _Groups) -> Any:
     del ctx
     scalar = mlir.ir.RankedTensorType.get([], mlir.ir.RankedTensorType(x.type).element_type)
-    op = hlo.AllReduceOp(
-        [x.type],
-        [x],
-        replica_groups=mlir.ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
-        channel_handle=hlo.ChannelHandle.get(1, 1),  # XLA gives it a number of its own
-        use_global_device_ids=mlir.ir.BoolAttr.get(True),
-    )
+    attributes: dict[str, Any] = {
+        "replica_groups": mlir.ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),  # type: ignore[call-overload]
+        "channel_handle": hlo.ChannelHandle.get(1, 1),  # XLA gives it a number of its own
+        "use_global_device_ids": mlir.ir.BoolAttr.get(True),
+    }
+    op = hlo.AllReduceOp([x.type], [x], **attributes)
     block = op.regions[0].blocks.append(scalar, scalar)
     with mlir.ir.InsertionPoint(block):
         hlo.return_([hlo.add(*block.arguments)])
@@ -349,7 +351,7 @@ def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result_shape: Any, s
     """Returns the sharding of the results. Shardy, which has the rule, does not ask for it."""
     del result_shape
     dims = [shape.dimensions() for shape in shapes]
-    return _tuple_of(_split(dims, shardings[0], json.loads(settings)).results)
+    return _together(_split(dims, shardings[0], json.loads(settings)).results)
 
 
 def _partition(
@@ -367,7 +369,7 @@ def _partition(
     sums: Sequence[_Groups] | None = None
     if not shardings[0].is_manual():  # else the shapes are a shard's already
         split = _split([shape.dimensions() for shape in shapes], shardings[0], given)
-        shardings, result_sharding, sums = split.operands, _tuple_of(split.results), split.sums
+        shardings, result_sharding, sums = split.operands, _together(split.results), split.sums
         shapes = [sharding.tile(shape) for sharding, shape in zip(shardings, shapes, strict=True)]
     local = [jax.ShapeDtypeStruct(shape.dimensions(), shape.numpy_dtype()) for shape in shapes]
     function = shard_call(given)
@@ -378,5 +380,5 @@ def _partition(
 
     # XLA calls this while the caller's mesh is set, whose rules are not for shards.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        lowered = jax.jit(call).trace(*local).lower(lowering_platforms=(platform,))
+        lowered = jax.jit(call, keep_unused=True).trace(*local).lower(lowering_platforms=(platform,))
     return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo")), shardings, result_sharding

@@ -16,11 +16,15 @@ COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "
 
 
 class Calls(list[tuple[int, ...]]):
-    """Shapes of the query in calls of a forward kernel; `backward` has those of a backward kernel."""
+    """Shapes of the query in calls of a forward kernel; `backward` has those of a backward kernel.
+
+    `real_backward` is the function whose place a plain one takes.
+    """
 
     def __init__(self):
         super().__init__()
         self.backward: list[tuple[int, ...]] = []
+        self.real_backward = _ffi.attention_backward
 
 
 @contextlib.contextmanager
@@ -127,7 +131,10 @@ def plain_backward_kernel(
     dscores = lax.select(visible, weights * (pair(dout, value) - of_rows(delta)), zero)
     dquery = lax.dot_general(dscores, key, (([4], [1]), ([0, 1], [0, 2])), "highest")
     dkey, dvalue = (
-        x.transpose(0, 2, 1, 3).reshape(*runs, keys, kv_heads, -1).sum(1).reshape(-1, keys, kv_heads, x.shape[-1])
+        x.transpose(0, 2, 1, 3)
+        .reshape(*runs, keys, kv_heads, -1)
+        .sum(1)
+        .reshape(-1, keys, kv_heads, x.shape[-1])
         for x in (scale * over_queries(dscores, query), over_queries(weights, dout))
     )
     dquery = dquery.transpose(0, 2, 1, 3, 4).reshape(batch, queries, heads, width)
