@@ -53,7 +53,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_r2p
 from jax_r2p.bench import environment, measure, report
-from jax_r2p.cli.output import first_line, print_table
+from jax_r2p.cli.output import first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_EFFICIENCY = 0.95
@@ -671,8 +671,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 PARTS[name](run)
     faulthandler.cancel_dump_traceback_later()
 
-    lines = [[row["what"], _verdict(row["ok"]), _notable(row)] for row in run.rows]
-    print_table(f"{run.count} x {run.about['device']}", ["what", "ok", "value"], lines, left=3)
+    print(f"\n{run.count} x {run.about['device']}, driver {run.about['driver']}, jax {run.about['jax']}")
+    for row in run.rows:
+        print(f"{row['what']:62}  {_verdict(row['ok']):6}  {_notable(row)}")
     failed = [row["what"] for row in run.rows if row["ok"] is False]
     print(f"{len(run.rows)} rows, {len(failed)} failed{': ' if failed else ''}{'; '.join(failed)}")
     return 1 if failed else 0
