@@ -438,7 +438,7 @@ def _lower_forward_cuda(
             settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), "lengths": lengths}
             if _sharding.is_split(ctx):
                 _ffi.register()  # here too: a program that is found in a cache is not split again
-                return _sharding.lower(ctx, *operands, settings=settings)
+                return _sharding.lower(ctx, *operands, target=_sharding.TARGET, settings=settings)
             function = _kernel_of(settings)
         else:
             _fall_back(choice, implementation)
@@ -454,11 +454,24 @@ def _lower_backward_default(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _lower(functools.partial(_backward, **params), ctx, *operands)
 
 
-def _lower_backward_cuda(ctx: Any, *operands: Any, spec: AttentionSpec, **params: Any) -> Any:
-    function = functools.partial(_backward, spec=spec, **params)
-    if not _is_empty(ctx):
+def _lower_backward_cuda(
+    ctx: Any,
+    *operands: Any,
+    spec: AttentionSpec,
+    lengths: _Lengths,
+    of: _Of,
+    deterministic: bool,
+) -> Any:
+    params: dict[str, Any] = {"lengths": lengths, "of": of, "deterministic": deterministic}
+    function: _Function = functools.partial(_backward, spec=spec, **params)
+    if not _is_empty(ctx) and any(of):
         choice = _choose(ctx, spec, "backward")
         if isinstance(choice, Variant):
+            if _sharding.is_split(ctx):
+                _ffi.register()
+                settings = {"variant": choice.name, "spec": dataclasses.asdict(spec), **params}
+                settings["sums"] = _sharding.all_automatic(ctx)
+                return _sharding.lower(ctx, *operands, target=_sharding.BACKWARD_TARGET, settings=settings)
             function = functools.partial(_backward_kernel, spec=spec, variant=choice, **params)
         elif isinstance(_choose(ctx, spec, "forward"), Variant):
             _dispatch.warn_fallback(choice, "derivatives of jax_r2p.attention run as plain XLA")
@@ -500,12 +513,24 @@ def _backward_kernel(
 
 def _kernel_of(settings: _sharding.Settings) -> _Function:
     """Returns the function of the operands of `attention_p`, or of a shard of each, that calls a kernel."""
-    (variant,) = (variant for variant in load_manifest().variants if variant.name == settings["variant"])
-    spec = AttentionSpec(**settings["spec"])
+    spec, variant = _named(settings)
     return functools.partial(_forward_kernel, spec=spec, lengths=settings["lengths"], variant=variant)
 
 
-_sharding.register(_kernel_of, "cuda")
+def _backward_kernel_of(settings: _sharding.Settings) -> _Function:
+    """The same for a shard of each operand of `attention_backward_p`."""
+    spec, variant = _named(settings)
+    params = {name: settings[name] for name in ("lengths", "of", "deterministic")}
+    return functools.partial(_backward_kernel, spec=spec, variant=variant, **params)
+
+
+def _named(settings: _sharding.Settings) -> tuple[AttentionSpec, Variant]:
+    (variant,) = (variant for variant in load_manifest().variants if variant.name == settings["variant"])
+    return AttentionSpec(**settings["spec"]), variant
+
+
+_sharding.register(_sharding.TARGET, _kernel_of, "cuda")
+_sharding.register(_sharding.BACKWARD_TARGET, _backward_kernel_of, "cuda")
 
 
 def _is_empty(ctx: Any) -> bool:

@@ -1,16 +1,19 @@
-"""How one program for several devices splits the kernel call: each device calls it for its own shard.
+"""How one program for several devices splits a kernel call: each device calls it for its own shard.
 
 XLA cannot look into a custom call, so it would gather every sharded operand of one. Under `jit` over several
-devices the primitive is therefore lowered to a placeholder, a custom call of `TARGET` with the operands of
-the primitive. XLA asks back twice, and everything then follows the query:
+devices a primitive is therefore lowered to a placeholder, a custom call of `TARGET` or `BACKWARD_TARGET` with
+the operands of the primitive. XLA asks back twice, and everything then follows the query:
 
 - While shardings spread through the program, the placeholder's `sdy.sharding_rule` (`_rule`) says which
   dimensions of operands and results go together.
-- When the program is split, a partitioner registered under the name `TARGET` (`_partition`) gets the sharding
-  of the query, derives the others from it, and returns the program that takes the placeholder's place on each
-  device: the same function that one device alone would run, lowered for the shapes of a shard.
+- When the program is split, a partitioner registered under the placeholder's name (`_partition`) gets the
+  sharding of the query, derives the others from it, and returns the program that takes the placeholder's
+  place on each device: the same function that one device alone would run, lowered for the shapes of a shard.
 
 Batch dimensions and heads stay split as the query is, T, S, H and Hv become whole; `_layouts` is that rule.
+
+Of keys that several devices share, each device knows the gradient that its own queries make. So that program
+ends with a sum over these devices, the one thing that they send each other.
 
 Why so, and not otherwise. `custom_partitioning` does the same, but writes the address of a Python object into
 the program, so that no other process finds it in the persistent compilation cache; and it can neither be
@@ -37,12 +40,18 @@ import jax
 import numpy as np
 from jax import Array
 from jax._src import xla_bridge
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 from jaxlib import xla_client
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 TARGET = "jax_r2p.attention_partitioned.v1"
 """Name of the placeholder in programs not split yet. Other operands or settings need another name."""
+
+BACKWARD_TARGET = "jax_r2p.attention_backward_partitioned.v1"
+"""The same for the cotangents. Its settings have `of`, those of query, key, value and scale asked for, and
+`sums`, whether a shard's program may sum over devices."""
 
 Settings = dict[str, Any]
 """What a call of the kernel is made from besides arrays: anything that JSON can express."""
@@ -58,18 +67,24 @@ def is_split(ctx: Any) -> bool:
     return False
 
 
-def lower(ctx: Any, *operands: Any, settings: Settings) -> Any:
-    """Lowers the primitive to the placeholder.
+def all_automatic(ctx: Any) -> bool:
+    """Whether no axis of the mesh is manual in the program that a lowering rule runs for."""
+    return not getattr(ctx.module_context.axis_context, "manual_axes", ())
+
+
+def lower(ctx: Any, *operands: Any, target: str, settings: Settings) -> Any:
+    """Lowers a primitive to its placeholder.
 
     Args:
       ctx: Context of the lowering rule.
       operands: Those of the primitive.
+      target: Name of the placeholder.
       settings: What `register`'s function makes the call of a shard from. They are written into the program,
         and so must not depend on the process.
     """
-    rule = _rule([aval.shape for aval in ctx.avals_in], ctx.avals_out[0].shape)
+    rule = _rule([aval.shape for aval in ctx.avals_in], settings)
     call = jax.ffi.ffi_lowering(
-        TARGET,
+        target,
         api_version=2,  # of those that take a string
         backend_config=json.dumps(settings, sort_keys=True),
         extra_attributes={"sdy.sharding_rule": mlir.ir.Attribute.parse(rule)},
@@ -77,10 +92,13 @@ def lower(ctx: Any, *operands: Any, settings: Settings) -> Any:
     return call(ctx, *operands)
 
 
-def register(shard_call: Callable[[Settings], Callable[..., Sequence[Array]]], platform: str) -> None:
-    """Registers the partitioner with XLA, for all platforms of this process.
+def register(
+    target: str, shard_call: Callable[[Settings], Callable[..., Sequence[Array]]], platform: str
+) -> None:
+    """Registers the partitioner of a placeholder with XLA, for all platforms of this process.
 
     Args:
+      target: Name of the placeholder.
       shard_call: Returns the function to be called with a shard of each operand, from the settings.
       platform: What that function is lowered for.
     """
@@ -91,7 +109,7 @@ def register(shard_call: Callable[[Settings], Callable[..., Sequence[Array]]], p
         "can_side_effecting_have_replicated_sharding": True,
     }
     # CUDA is a plugin, which has a registry of its own.
-    add = functools.partial(xla_client.register_custom_call_partitioner, TARGET, **partitioner)
+    add = functools.partial(xla_client.register_custom_call_partitioner, target, **partitioner)
     add()
     xla_bridge.register_plugin_callbacks(add)
 
@@ -112,9 +130,9 @@ class _Layouts:
     results: list[_Layout]
 
 
-def _layouts(shapes: Sequence[Sequence[int]]) -> _Layouts:
-    """Returns the layouts of the primitive's operands, of these shapes, and of its results."""
-    query, key, value, *small = shapes
+def _layouts(shapes: Sequence[Sequence[int]], settings: Settings) -> _Layouts:
+    """Returns the layouts of a primitive's operands, of these shapes, and of its results."""
+    query, key, value, *others = shapes
     batch = query[:-3]
 
     def follow(dims: Sequence[int]) -> _Layout:
@@ -124,24 +142,25 @@ def _layouts(shapes: Sequence[Sequence[int]]) -> _Layouts:
         ]
 
     heads = (_KV_HEAD, _IN_GROUP)
-    return _Layouts(
-        operands=[
-            [*follow(batch), (_QUERIES,), heads, (_WIDTH,)],
-            [*follow(key[:-3]), (_KEYS,), (_KV_HEAD,), (_WIDTH,)],
-            [*follow(value[:-3]), (_KEYS,), (_KV_HEAD,), (_VALUE_WIDTH,)],
-            *(follow(dims) if dims else [] for dims in small),
-        ],
-        results=[
-            [*follow(batch), (_QUERIES,), heads, (_VALUE_WIDTH,)],
-            [*follow(batch), heads, (_QUERIES,)],
-        ],
-    )
+    of_query: _Layout = [*follow(batch), (_QUERIES,), heads, (_WIDTH,)]
+    of_key: _Layout = [*follow(key[:-3]), (_KEYS,), (_KV_HEAD,), (_WIDTH,)]
+    of_value: _Layout = [*follow(value[:-3]), (_KEYS,), (_KV_HEAD,), (_VALUE_WIDTH,)]
+    of_out: _Layout = [*follow(batch), (_QUERIES,), heads, (_VALUE_WIDTH,)]
+    of_lse: _Layout = [*follow(batch), heads, (_QUERIES,)]
+    results = rows = [of_out, of_lse]
+    if "of" in settings:
+        every = (of_query, of_key, of_value, follow(batch))
+        results = [layout for layout, wanted in zip(every, settings["of"], strict=True) if wanted]
+        rows = [of_out, of_lse, of_out, of_lse]
+    small = others[: -len(rows)] if "of" in settings else others
+    operands = [of_query, of_key, of_value, *(follow(dims) if dims else [] for dims in small)]
+    return _Layouts(operands=operands + (rows if "of" in settings else []), results=results)
 
 
-def _rule(shapes: Sequence[Sequence[int]], out_shape: Sequence[int]) -> str:
+def _rule(shapes: Sequence[Sequence[int]], settings: Settings) -> str:
     """Returns the layouts in Shardy's notation, in which each part is a letter with a size."""
-    query, key, *_ = shapes
-    layouts = _layouts(shapes)
+    query, key, value, *_ = shapes
+    layouts = _layouts(shapes, settings)
     sizes: dict[int | str, int] = {
         **dict(enumerate(query[:-3])),
         _QUERIES: query[-3],
@@ -149,7 +168,7 @@ def _rule(shapes: Sequence[Sequence[int]], out_shape: Sequence[int]) -> str:
         _IN_GROUP: query[-2] // key[-2],
         _KEYS: key[-3],
         _WIDTH: query[-1],
-        _VALUE_WIDTH: out_shape[-1],
+        _VALUE_WIDTH: value[-1],
     }
     fresh = _letters()
     letters: dict[int | str, str] = {}
@@ -184,8 +203,23 @@ def _letters() -> Iterator[str]:
     yield from (f"z_{i}" for i in itertools.count(1))
 
 
-def _shardings(shapes: Sequence[Sequence[int]], query: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings of operands and results that follow from the query's.
+_Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How a placeholder is split: shardings of operands and results.
+
+    For each result also the groups of devices that have to sum it up; none if it is whole on each.
+    """
+
+    operands: list[Any]
+    results: list[Any]
+    sums: list[_Groups]
+
+
+def _split(shapes: Sequence[Sequence[int]], query: Any, settings: Settings) -> _Split:
+    """Returns the shardings that follow from the query's.
 
     Heads stay split if each device's query heads use its own key heads: the devices divide either the key
     heads, or, if these are fewer, the queries of each. Otherwise every device gets all heads.
@@ -193,14 +227,39 @@ def _shardings(shapes: Sequence[Sequence[int]], query: Any) -> tuple[list[Any], 
     Args:
       shapes: Of the operands, whole.
       query: Its `HloSharding`.
+      settings: Those of the placeholder.
     """
-    layouts = _layouts(shapes)
+    layouts = _layouts(shapes, settings)
     tiles, axes = _tiles(query, len(shapes[0]), shapes[0][-2], shapes[1][-2])
+
+    def summed_over(layout: _Layout) -> list[int | str]:
+        """The parts that are split and that a result does not have."""
+        there = {part for parts in layout for part in parts}
+        return [part for part, axis in axes.items() if part not in there and tiles.shape[axis] > 1]
+
+    for part in {part for layout in layouts.results for part in summed_over(layout)}:
+        # What fills up an uneven batch may be anything, and must not be added.
+        even = isinstance(part, str) or shapes[0][part] % tiles.shape[axes[part]] == 0
+        if not (even and settings["sums"]):
+            for other in (part,) if isinstance(part, int) else (_KV_HEAD, _IN_GROUP):
+                axes.pop(other, None)
 
     def sharding(layout: _Layout) -> Any:
         return _to_sharding(tiles, [[axes[part] for part in parts if part in axes] for parts in layout])
 
-    return list(map(sharding, layouts.operands)), list(map(sharding, layouts.results))
+    def groups(layout: _Layout) -> _Groups:
+        over = [axes[part] for part in summed_over(layout)]
+        if not over:
+            return ()
+        rest = [axis for axis in range(tiles.ndim) if axis not in over]
+        rows = tiles.transpose([*rest, *over]).reshape(-1, math.prod(tiles.shape[axis] for axis in over))
+        return tuple(tuple(map(int, row)) for row in rows)
+
+    return _Split(
+        operands=list(map(sharding, layouts.operands)),
+        results=list(map(sharding, layouts.results)),
+        sums=list(map(groups, layouts.results)),
+    )
 
 
 def _tiles(
@@ -244,11 +303,45 @@ def _to_sharding(tiles: np.ndarray[Any, Any], dims: Sequence[Sequence[int]]) -> 
     return xla_client.HloSharding.from_proto(proto)
 
 
-def _tuple_of(shardings: Sequence[Any]) -> Any:
+def _together(shardings: Sequence[Any]) -> Any:
+    """Returns the sharding of all results; a single one is not in a tuple."""
+    if len(shardings) == 1:
+        return shardings[0]
     proto = xla_client.OpSharding()
     proto.type = xla_client.OpSharding.Type.TUPLE
     proto.tuple_shardings = [sharding.to_proto() for sharding in shardings]
     return xla_client.HloSharding.from_proto(proto)
+
+
+# The sum over devices. A collective of `jax.lax` needs the axes of a mesh, of which XLA tells nothing here.
+
+sum_p: Any = Primitive("jax_r2p_sum_over_devices")
+sum_p.def_abstract_eval(lambda x, *, groups: x)
+
+
+def _lower_sum(ctx: Any, x: Any, *, groups: _Groups) -> Any:
+    del ctx
+    scalar = mlir.ir.RankedTensorType.get([], mlir.ir.RankedTensorType(x.type).element_type)
+    attributes: dict[str, Any] = {
+        "replica_groups": mlir.ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),  # type: ignore[call-overload]
+        "channel_handle": hlo.ChannelHandle.get(1, 1),  # XLA gives it a number of its own
+        "use_global_device_ids": mlir.ir.BoolAttr.get(True),
+    }
+    op = hlo.AllReduceOp([x.type], [x], **attributes)
+    block = op.regions[0].blocks.append(scalar, scalar)
+    with mlir.ir.InsertionPoint(block):
+        hlo.return_([hlo.add(*block.arguments)])
+    return op.results
+
+
+mlir.register_lowering(sum_p, _lower_sum)
+
+
+def _sum(x: Array, groups: _Groups) -> Array:
+    """Sums in float32 what each group of devices has."""
+    if not groups:
+        return x
+    return sum_p.bind(x.astype(np.promote_types(x.dtype, np.float32)), groups=groups).astype(x.dtype)
 
 
 # What XLA calls.
@@ -256,8 +349,9 @@ def _tuple_of(shardings: Sequence[Any]) -> Any:
 
 def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result_shape: Any, settings: bytes) -> Any:
     """Returns the sharding of the results. Shardy, which has the rule, does not ask for it."""
-    del result_shape, settings
-    return _tuple_of(_shardings([shape.dimensions() for shape in shapes], shardings[0])[1])
+    del result_shape
+    dims = [shape.dimensions() for shape in shapes]
+    return _together(_split(dims, shardings[0], json.loads(settings)).results)
 
 
 def _partition(
@@ -271,13 +365,20 @@ def _partition(
 ) -> tuple[bytes, Sequence[Any], Any]:
     """Returns the program of one device, and how its operands and results are split."""
     del result_shape
+    given: Settings = json.loads(settings)
+    sums: Sequence[_Groups] | None = None
     if not shardings[0].is_manual():  # else the shapes are a shard's already
-        shardings, results = _shardings([shape.dimensions() for shape in shapes], shardings[0])
-        result_sharding = _tuple_of(results)
+        split = _split([shape.dimensions() for shape in shapes], shardings[0], given)
+        shardings, result_sharding, sums = split.operands, _together(split.results), split.sums
         shapes = [sharding.tile(shape) for sharding, shape in zip(shardings, shapes, strict=True)]
     local = [jax.ShapeDtypeStruct(shape.dimensions(), shape.numpy_dtype()) for shape in shapes]
+    function = shard_call(given)
+
+    def call(*operands: Array) -> Sequence[Array]:
+        results = function(*operands)
+        return results if sums is None else list(map(_sum, results, sums))
+
     # XLA calls this while the caller's mesh is set, whose rules are not for shards.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        call = jax.jit(shard_call(json.loads(settings)))
-        lowered = call.trace(*local).lower(lowering_platforms=(platform,))
+        lowered = jax.jit(call, keep_unused=True).trace(*local).lower(lowering_platforms=(platform,))
     return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo")), shardings, result_sharding

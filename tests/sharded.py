@@ -15,28 +15,53 @@ from jax_r2p import _ffi, _primitives
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 
 
+class Calls(list[tuple[int, ...]]):
+    """Shapes of the query in calls of a forward kernel; `backward` has those of a backward kernel.
+
+    `real_backward` is the function whose place a plain one takes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.backward: list[tuple[int, ...]] = []
+        self.real_backward = _ffi.attention_backward
+
+
 @contextlib.contextmanager
-def kernel_on_cpu() -> Iterator[list[tuple[int, ...]]]:
-    """Lowers for CPU as for CUDA, with `plain_kernel` in place of the kernel.
+def kernel_on_cpu() -> Iterator[Calls]:
+    """Lowers for CPU as for CUDA, with plain functions in place of the kernels.
 
     Yields:
-      A list to which the shape of the query of each kernel call is added, as it is lowered. In a program that
+      Lists to which the shape of the query of each kernel call is added, as it is lowered. In a program that
       is split these are the shapes of a shard.
     """
-    seen: list[tuple[int, ...]] = []
+    seen = Calls()
 
-    def stand_in(query, *operands, **keywords):
+    def forward(query, *operands, **keywords):
         seen.append(query.shape)
         return plain_kernel(query, *operands, **keywords)
 
-    production = _ffi.attention_forward
-    _ffi.attention_forward = stand_in
-    mlir.register_lowering(_primitives.attention_p, _primitives._lower_forward_cuda, platform="cpu")
+    def backward(query, *operands, **keywords):
+        seen.backward.append(query.shape)
+        return plain_backward_kernel(query, *operands, **keywords)
+
+    production = _ffi.attention_forward, _ffi.attention_backward
+    _ffi.attention_forward, _ffi.attention_backward = forward, backward
+    rules = {
+        _primitives.attention_p: (_primitives._lower_forward_cuda, _primitives._lower_forward_default),
+        _primitives.attention_backward_p: (
+            _primitives._lower_backward_cuda,
+            _primitives._lower_backward_default,
+        ),
+    }
+    for primitive, (cuda, _) in rules.items():
+        mlir.register_lowering(primitive, cuda, platform="cpu")
     try:
         yield seen
     finally:
-        _ffi.attention_forward = production
-        mlir.register_lowering(_primitives.attention_p, _primitives._lower_forward_default, platform="cpu")
+        _ffi.attention_forward, _ffi.attention_backward = production
+        for primitive, (_, default) in rules.items():
+            mlir.register_lowering(primitive, default, platform="cpu")
 
 
 def plain_kernel(query, key, value, scale, *lengths, variant, spec, kv_repeat, kv_inner):
@@ -59,19 +84,7 @@ def plain_kernel(query, key, value, scale, *lengths, variant, spec, kv_repeat, k
     # Scores are (B, K, T, G, S).
     scores = scale * lax.dot_general(query, key, (([4], [3]), ([0, 2], [0, 2])), "highest")
 
-    shape = (batch, kv_heads, queries, heads // kv_heads, keys)
-    row, column = (lax.broadcasted_iota(np.int32, shape, dim) for dim in (2, 4))
-    t, s = (
-        np.int32(size) if x is None else lax.broadcast_in_dim(lax.clamp(0, x, size), shape, (0,))
-        for x, size in zip(lengths or (None, None), (queries, keys), strict=True)
-    )
-    low, high = spec.bounds(t, s)
-    visible = (row < t) & (column < s)
-    if low is not None:
-        visible &= column - row >= low
-    if high is not None:
-        visible &= column - row <= high
-
+    visible = _visible((batch, kv_heads, queries, heads // kv_heads, keys), lengths, spec)
     scores = lax.select(visible, scores, lax.full_like(scores, -1e30))
     largest = scores.max(-1, keepdims=True)
     weights = lax.select(visible, lax.exp(scores - largest), lax.full_like(scores, 0))
@@ -82,6 +95,66 @@ def plain_kernel(query, key, value, scale, *lengths, variant, spec, kv_repeat, k
     lse = lax.select(total > 0, largest[..., 0] + lax.log(divisor), lax.full_like(total, -np.inf))
     out = out.transpose(0, 2, 1, 3, 4).reshape(batch, queries, heads, -1).astype(dtype)
     return out, lse.transpose(0, 1, 3, 2).reshape(batch, heads, queries)
+
+
+def plain_backward_kernel(
+    query, key, value, dout, lse, delta, scale, *lengths, variant, spec, kv_repeat, kv_inner, deterministic
+):
+    """The same for a backward kernel."""
+    del variant, deterministic
+    (batch, queries, heads, width), keys, kv_heads = query.shape, *key.shape[1:3]
+    dtype, group = key.dtype, heads // kv_heads
+    query = query.astype(np.float32).reshape(batch, queries, kv_heads, group, width)
+    dout = dout.astype(np.float32).reshape(batch, queries, kv_heads, group, -1)
+    runs = (batch // (kv_repeat * kv_inner), kv_repeat, kv_inner)
+    key, value = (
+        lax.broadcast_in_dim(
+            x.astype(np.float32).reshape(-1, kv_inner, *x.shape[1:]), (*runs, *x.shape[1:]), (0, 2, 3, 4, 5)
+        ).reshape(batch, *x.shape[1:])
+        for x in (key, value)
+    )
+
+    def of_rows(x):
+        x = x.reshape(batch, kv_heads, group, queries).transpose(0, 1, 3, 2)
+        return lax.broadcast_in_dim(x, (*x.shape, keys), (0, 1, 2, 3))
+
+    def pair(rows, columns):  # (B, K, T, G, S)
+        return lax.dot_general(rows, columns, (([4], [3]), ([0, 2], [0, 2])), "highest")
+
+    def over_queries(weights, rows):  # (B, K, S, H)
+        return lax.dot_general(weights, rows, (([2, 3], [1, 3]), ([0, 1], [0, 2])), "highest")
+
+    scores = scale * pair(query, key)
+    visible = _visible(scores.shape, lengths, spec) & (of_rows(lse) != -np.inf)
+    zero = lax.full_like(scores, 0)
+    weights = lax.select(visible, lax.exp(lax.select(visible, scores - of_rows(lse), zero)), zero)
+    dscores = lax.select(visible, weights * (pair(dout, value) - of_rows(delta)), zero)
+    dquery = lax.dot_general(dscores, key, (([4], [1]), ([0, 1], [0, 2])), "highest")
+    dkey, dvalue = (
+        x.transpose(0, 2, 1, 3)
+        .reshape(*runs, keys, kv_heads, -1)
+        .sum(1)
+        .reshape(-1, keys, kv_heads, x.shape[-1])
+        for x in (scale * over_queries(dscores, query), over_queries(weights, dout))
+    )
+    dquery = dquery.transpose(0, 2, 1, 3, 4).reshape(batch, queries, heads, width)
+    return dquery, dkey.astype(dtype), dvalue.astype(dtype)
+
+
+def _visible(shape, lengths, spec):
+    """Which key a query sees, (B, K, T, G, S)."""
+    row, column = (lax.broadcasted_iota(np.int32, shape, dim) for dim in (2, 4))
+    t, s = (
+        np.int32(size) if x is None else lax.broadcast_in_dim(lax.clamp(0, x, size), shape, (0,))
+        for x, size in zip(lengths or (None, None), (shape[2], shape[4]), strict=True)
+    )
+    low, high = spec.bounds(t, s)
+    visible = (row < t) & (column < s)
+    if low is not None:
+        visible &= column - row >= low
+    if high is not None:
+        visible &= column - row <= high
+    return visible
 
 
 def collectives(text: str) -> dict[str, int]:

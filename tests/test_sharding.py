@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import pathlib
 import re
 import subprocess
@@ -89,7 +90,8 @@ BOTH_TYPES = pytest.mark.parametrize("kind", ["auto", "explicit"])
 def on_mesh(kind, shape=(2, 4)):
     axis_type, is_set = MESHES[kind]
     names = ("x", "y")[: len(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         yield mesh
 
@@ -105,7 +107,7 @@ def place(mesh, args, spec, kv_spec=None):
 def compile_and_run(function, *args):
     compiled = jax.jit(lambda *args: function(*args)).lower(*args).compile()
     text = compiled.as_text()
-    assert _sharding.TARGET not in text
+    assert not any(target in text for target in (_sharding.TARGET, _sharding.BACKWARD_TARGET))
     return compiled(*args), collectives(text)
 
 
@@ -270,24 +272,195 @@ def gradient(implementation):
     return function
 
 
-# With K = 2 for four devices, XLA gathers two arrays; with shared copies, gradients are summed over them.
+# Mesh, sharding of the query, that of key and value, K, what may be sent, and the shard that the backward
+# kernel sees. Devices that have copies of a key head add up what each makes of it.
+HEADS_ALL = P(None, None, "x")
 GRADIENTS = {
-    "batch": (P("x"), P("x"), 2, {}),
-    "both, K = 4": (BOTH, BOTH, 4, {}),
-    "both, K = 1": (BOTH, P("x"), 1, {"all-reduce"}),
-    "both, K = 2": (BOTH, P("x"), 2, {"all-gather", "all-reduce"}),
+    "batch": ((8,), P("x"), P("x"), 2, {}, (1, T, N, H)),
+    "heads, K = N": ((8,), HEADS_ALL, HEADS_ALL, N, {}, (B, T, 1, H)),
+    "heads, K = 4": ((4,), HEADS_ALL, HEADS_ALL, 4, {}, (B, T, 2, H)),
+    "heads, K = 2": ((2,), HEADS_ALL, HEADS_ALL, 2, {}, (B, T, 4, H)),
+    "heads, K = 1": ((8,), HEADS_ALL, P(), 1, {"all-reduce"}, (B, T, 1, H)),
+    "both, K = 4": ((2, 4), BOTH, BOTH, 4, {}, (4, T, 2, H)),
+    "both, K = 1": ((2, 4), BOTH, P("x"), 1, {"all-reduce"}, (4, T, 2, H)),
+    "both swapped, K = 2": ((2, 4), P("y", None, "x"), P("y", None, "x"), 2, {}, (2, T, 4, H)),
+    "heads over both axes, K = 2": (
+        (2, 4),
+        P(None, None, ("x", "y")),
+        P(None, None, "x"),
+        2,
+        {"all-reduce"},
+        (B, T, 1, H),
+    ),
+    "heads over both axes the other way, K = 4": (
+        (2, 4),
+        P(None, None, ("y", "x")),
+        P(None, None, "y"),
+        4,
+        {"all-reduce"},
+        (B, T, 1, H),
+    ),
+    # XLA's own: gradients that lie on all devices are gathered from halves.
+    "both, K = 2": ((2, 4), BOTH, P("x"), 2, {"all-gather", "all-reduce"}, (4, T, 2, H)),
 }
 
 
 @pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradient(kind, case, calls):
-    spec, kv_spec, kv_heads, allowed = case
-    with on_mesh(kind) as mesh:
+    shape, spec, kv_spec, kv_heads, allowed, shard = case
+    with on_mesh(kind, shape) as mesh:
         args = place(mesh, arrays(kv_heads), spec, kv_spec)
         got, sent = compile_and_run(gradient("r2p"), *args)
+    assert (calls, calls.backward) == ([shard], [shard])
     assert set(sent) <= set(allowed)
     lies(got[0], mesh, *spec)
-    close(got, jax.jit(gradient("xla"))(*arrays(kv_heads)), 4e-3)
+    close(got, expected_gradient(kv_heads), 4e-3)
+
+
+@functools.cache
+def expected_gradient(kv_heads):
+    return jax.jit(gradient("xla"))(*arrays(kv_heads))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("argument", range(3), ids=["query", "key", "value"])
+def test_gradient_of_one_argument(argument, kv_heads, calls):
+    def gradients(attention):
+        return jax.grad(lambda *args: jnp.cos(attention(*args)[0]).sum(), argument)
+
+    with on_mesh("auto") as mesh:
+        args = place(mesh, arrays(kv_heads), BOTH, BOTH if kv_heads == 4 else P("x"))
+        got, sent = compile_and_run(gradients(attend), *args)
+    assert calls.backward == [(4, T, 2, H)]
+    assert set(sent) <= ({"all-reduce"} if kv_heads == 1 and argument else set())
+    close(got, jax.jit(gradients(direct))(*arrays(kv_heads)), 4e-3)
+
+
+def test_what_is_around_the_backward_kernel(calls, monkeypatch):
+    """The part of its call that the plain function leaves out: XLA takes it in a shard's program, too."""
+    monkeypatch.setattr(_ffi, "attention_backward", calls.real_backward)
+
+    def ffi_call(target, results, **options):
+        assert target == _ffi.BACKWARD_TARGET
+        shapes.append(results[1].shape)
+        return lambda *operands, **attributes: [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    shapes = []
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    with on_mesh("auto") as mesh:
+        got, sent = compile_and_run(windowed_gradient, *place(mesh, arrays(4, 2), BOTH))
+    assert shapes == [(4, S, 1, H)]
+    assert sent == {}
+    assert not any(np.asarray(x).any() for x in got)
+
+
+@BOTH_TYPES
+def test_gradient_with_lengths(kind, calls):
+    def gradients(attention):
+        def function(query, key, value, *lengths):
+            return jax.grad(lambda *args: jnp.cos(attention(*args, *lengths)[0]).sum(), (0, 1, 2))(
+                query, key, value
+            )
+
+        return function
+
+    with on_mesh(kind) as mesh:
+        got, sent = compile_and_run(gradients(attend), *place(mesh, arrays(4, 2), BOTH))
+    assert calls.backward == [(4, T, 2, H)]
+    assert set(sent) <= {"all-reduce"}  # XLA's own, of nothing that is used
+    close(got, jax.jit(gradients(direct))(*arrays(4, 2)), 4e-3)
+
+
+def pulled_back(attention):
+    def function(query, key, value, dout, dlse):
+        return jax.vjp(attention, query, key, value)[1]((dout, dlse))
+
+    return function
+
+
+def test_cotangents_that_lie_otherwise(calls):
+    """They are moved to where the query is; where results lie that are not told XLA decides."""
+    out, lse = expected(4)
+    with on_mesh("auto") as mesh:
+        args = place(mesh, arrays(4), BOTH)
+        moved = [jax.device_put(x, NamedSharding(mesh, P("y", "x"))) for x in (out, lse)]
+        got, sent = compile_and_run(pulled_back(attend), *args, *moved)
+    assert calls.backward == [(4, T, 2, H)]
+    assert set(sent) <= {"all-gather", "all-to-all", "collective-permute"}
+    close(got, jax.jit(pulled_back(direct))(*arrays(4), out, lse), 4e-3)
+
+
+@pytest.mark.parametrize("size", [8, 6], ids=["even", "uneven"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared keys", "all"])
+def test_gradient_of_a_new_dimension(shared, size, calls):
+    """Keys that all queries share: a sum over devices, or over all queries on each where XLA pads them."""
+    query, key, value = arrays(4)
+    stack = np.stack([query * (1 + i / 4) for i in range(size)])
+    kv = (key, value) if shared else (np.stack([x] * size) for x in (key, value))
+    axes = (0, None, None) if shared else (0, 0, 0)
+
+    def gradients(attention):
+        def loss(*args):
+            return jnp.sum(jnp.float32(jnp.cos(jax.vmap(attention, axes)(*args)[0])))
+
+        return jax.grad(loss, (0, 1, 2))
+
+    with on_mesh("auto") as mesh:
+        split = NamedSharding(mesh, P("y"))
+
+        def function(query, *rest):
+            return gradients(attend)(lax.with_sharding_constraint(query, split), *rest)
+
+        got, sent = compile_and_run(function, stack, *kv)
+    per_device = size if shared and size == 6 else -(-size // 4)
+    assert calls.backward == [(per_device * B, T, N, H)]
+    assert "all-to-all" not in sent
+    close(got, jax.jit(gradients(direct))(stack, *arrays(4)[1:] if shared else kv_of(stack)), 3e-2)
+
+
+def kv_of(stack):
+    return (np.stack([x] * len(stack)) for x in arrays(4)[1:])
+
+
+@BOTH_TYPES
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_gradient_of_scale(kind, kv_heads, calls):
+    """It is summed over the devices that share the heads."""
+
+    def gradients(attention):
+        def loss(scale, *args):
+            return jnp.sum(jnp.float32(jnp.cos(attention(*args, scale=scale)[0])))
+
+        return jax.grad(loss, (0, 1))
+
+    with on_mesh(kind) as mesh:
+        args = place(mesh, arrays(kv_heads), BOTH, BOTH if kv_heads == 4 else P("x"))
+        got, sent = compile_and_run(gradients(attend), np.float32(0.3), *args)
+    assert calls.backward == [(4, T, 2, H)]
+    assert set(sent) == {"all-reduce"}
+    close(got, jax.jit(gradients(direct))(np.float32(0.3), *arrays(kv_heads)), 4e-3)
+
+
+@pytest.mark.parametrize("axes", ["xy", "x", "y"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_gradient_in_shard_map(axes, kv_heads, calls):
+    """Axes that are left to XLA split the call; where they would make a sum necessary, heads are whole."""
+    spec = P("x" if "x" in axes else None, None, "y" if "y" in axes else None)
+    kv_spec = spec if kv_heads > 1 else P(*spec[:2])
+    with on_mesh("auto") as mesh:
+        function = jax.shard_map(
+            gradient("r2p"),
+            mesh=mesh,
+            in_specs=(spec, kv_spec, kv_spec),
+            out_specs=(spec, kv_spec, kv_spec),
+            axis_names=set(axes),
+        )
+        got, _ = compile_and_run(
+            function, *place(mesh, arrays(kv_heads), BOTH, BOTH if kv_heads > 1 else P("x"))
+        )
+    whole = kv_heads == 1 and axes == "x"
+    assert calls.backward == [(4, T, N if whole else 2, H)]
+    close(got, expected_gradient(kv_heads), 4e-3)
 
 
 @BOTH_TYPES
@@ -336,10 +509,17 @@ def lower_for_cuda(function=attend, lengths=2):
     return jax.jit(lambda *args: function(*args)).trace(*structs).lower(lowering_platforms=("cuda",))
 
 
+def windowed_gradient(query, key, value, *lengths):
+    return jax.grad(lambda *args: attend(*args, *lengths)[0].sum(), (0, 1, 2))(query, key, value)
+
+
 def test_program_for_devices_that_are_not_there():
     text = lower_for_cuda().as_text()
     assert text.count(f"custom_call @{_sharding.TARGET}(") == 1
     assert _ffi.TARGET not in text
+    text = lower_for_cuda(windowed_gradient).as_text()
+    assert text.count(f"custom_call @{_sharding.BACKWARD_TARGET}(") == 1
+    assert _ffi.BACKWARD_TARGET not in text
 
 
 PROCESS = """
@@ -347,6 +527,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import test_sharding
 print(test_sharding.lower_for_cuda().as_text())
+print(test_sharding.lower_for_cuda(test_sharding.windowed_gradient).as_text())
 # The kernels are registered by then: a program from the cache is run without being split.
 assert test_sharding._ffi._register_once.cache_info().currsize == 1
 """
@@ -358,7 +539,8 @@ def test_text_is_the_same_in_every_process():
     text = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
     ).stdout
-    assert text.strip() == lower_for_cuda().as_text().strip()
+    here = [lower_for_cuda(function).as_text().strip() for function in (attend, windowed_gradient)]
+    assert [part.strip() for part in re.split(r"^(?=module )", text.strip(), flags=re.MULTILINE)[1:]] == here
     assert not re.search(r"0x[0-9a-f]{6}|\d{12}", text)
 
 

@@ -1,0 +1,86 @@
+"""`benchmarks/multi_gpu.py`: every part of it on two CPU devices, with no time judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks" / "multi_gpu.py"
+
+
+def start(
+    *arguments: str, devices: int = 2, program: tuple[str, ...] = (str(SCRIPT),)
+) -> subprocess.CompletedProcess[str]:
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.mark.slow
+def test_every_part(tmp_path):
+    out = tmp_path / "new" / "rows.jsonl"
+    done = start("--size", "tiny", "--out", str(out), "--commit", "abc")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    parts = {row["what"].partition(":")[0] for row in rows}
+    assert parts == {"split", "share", "ring", "overlap", "balance", "last", "graphs"}
+    assert not any(row["ok"] is False or "error" in row for row in rows)
+    assert all((row["devices"], row["commit"], row["device"]) == (2, "abc", "cpu") for row in rows)
+    # Nothing that stays where it is is sent, and the comparison without transfers has none.
+    judged = {row["what"]: row for row in rows if row["ok"]}
+    for how in ("jit, batch", "jit, heads", "shard_map, batch", "pmap"):
+        for name in ("forward", "gradient"):
+            assert judged[f"split: {how}, {name}"]["collectives"] == []
+    for row in rows:
+        if row["what"].startswith("overlap"):
+            sent, kept = row["collectives"]
+            assert sent > 0
+            assert kept == 0
+    assert "0 failed" in done.stdout.splitlines()[-1]
+
+
+def test_a_failure_is_a_row_and_the_exit_status(tmp_path):
+    """A part that breaks: here the graphs, whose process gets a flag that XLA does not know."""
+    out = tmp_path / "rows.jsonl"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import multi_gpu\n"
+        "multi_gpu.GRAPHS['on'] = '--xla_no_such_flag=1'\n"
+        "sys.exit(multi_gpu.main())\n"
+    )
+    program = ("-c", code)
+    done = start("--size", "tiny", "--out", str(out), "--parts", "graphs,last", program=program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, *others = (json.loads(line) for line in out.read_text("utf-8").splitlines())
+    assert (first["what"], first["ok"]) == ("graphs", False)
+    assert "exit status" in first["error"]
+    assert [row["ok"] for row in others] == [True, True, None], "the next part ran"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "message"),
+    [
+        ((), 2, "--out must be given"),
+        (("--out", "x", "--parts", "split,nonsense"), 2, "--parts must be of split, share"),
+        (("--out", "x"), 1, "jax must find two devices at least"),
+    ],
+    ids=["no file", "no such part", "one device"],
+)
+def test_wrong_arguments(arguments, devices, message, tmp_path):
+    done = start(*arguments, devices=devices)
+    assert done.returncode == 2
+    assert message in done.stderr
