@@ -344,7 +344,10 @@ def test_value_of_a_backward_kernel_is_as_wide_as_key_by_default() -> None:
         ({"consumer_registers": 244}, r"consumer_registers=244 must be a multiple of 8 in 24\.\.256"),
         ({"producer_registers": 16}, r"producer_registers=16 must be a multiple of 8 in 24\.\.256"),
         ({"consumer_registers": 248}, "setmaxnreg asks for 520 registers .* the CTA's pool holds 504"),
-        ({"min_blocks": 2, "consumer_registers": 104}, "tiles need 198656 bytes .* are left to each of 2 CTAs"),
+        (
+            {"min_blocks": 2, "consumer_registers": 104},
+            "tiles need 198656 bytes .* are left to each of 2 CTAs",
+        ),
     ],
     ids=str,
 )

@@ -299,7 +299,6 @@ def test_limits_of_a_key(problem: Problem, tile: tuple[int, int]) -> None:
             assert not any(seen), key
 
 
-
 class Int32(int):
     """A plain integer whose arithmetic fails where a 32-bit register would wrap around."""
 

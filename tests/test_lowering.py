@@ -306,7 +306,9 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
     text = lower(gradient(function), QUERY, KEY, KEY)
     assert [call.variant for call in calls(text)] == ["fwd_bf16_d64_causal"]
     (call,) = calls(text, BACKWARD)
-    (variant,) = (v for v in _dispatch.load_manifest().variants if f'"{v.name}"' == call.attributes["variant"])
+    (variant,) = (
+        v for v in _dispatch.load_manifest().variants if f'"{v.name}"' == call.attributes["variant"]
+    )
     counters = f"{2 * 4 if deterministic else 0}xi32"  # one tile holds the 5 queries
     rows, sums = f"2x4x{variant.tile_m}xf32", f"2x4x1x{variant.tile_m * variant.head_dim}xf32"
     inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32"]

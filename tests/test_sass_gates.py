@@ -254,9 +254,7 @@ def test_backward_matmuls(backward: Variant, backward_parts: dict[str, sass.Code
     ):
         wanted[f"64x{columns}x16"] += depth // MATMUL_DEPTH
     step = backward_parts[audit.STEP]
-    assert wanted == collections.Counter(
-        i.opcode.split(".")[1] for i in step.instructions if i.is_a("HGMMA")
-    )
+    assert wanted == collections.Counter(i.opcode.split(".")[1] for i in step.instructions if i.is_a("HGMMA"))
     assert backward_parts[audit.WHOLE].count("HGMMA") == step.count("HGMMA")
 
 

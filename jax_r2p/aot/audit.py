@@ -110,9 +110,7 @@ def count(code: sass.Code, opcodes: Sequence[str]) -> Counts:
     return {TOTAL: len(code), **code.counts(opcodes)}
 
 
-def count_parts(
-    kernel: sass.Kernel, mask: Mask, opcodes: Sequence[str], role: Role = "forward"
-) -> Parts:
+def count_parts(kernel: sass.Kernel, mask: Mask, opcodes: Sequence[str], role: Role = "forward") -> Parts:
     """`count` of each of `parts`."""
     return {name: count(code, opcodes) for name, code in parts(kernel, mask, role).items()}
 

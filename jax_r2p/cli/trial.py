@@ -95,9 +95,7 @@ def call_of(variant: Variant) -> Call:
     keywords = _KEYWORDS[variant.mask]
     if variant.least_span and variant.mask == "window":
         keywords = {"local_window_size": (variant.least_span, 7)}
-    return Call(
-        variant=variant, arrays=(query, key, value), cotangents=(dout, dresidual), keywords=keywords
-    )
+    return Call(variant=variant, arrays=(query, key, value), cotangents=(dout, dresidual), keywords=keywords)
 
 
 def run_kernels(variants: Sequence[Variant], device: jax.Device) -> dict[str, str | None]:
@@ -132,9 +130,7 @@ def _references(calls: Sequence[Call], device: jax.Device) -> list[_Reference]:
     def program(inputs: Sequence[Any]) -> list[Any]:
         results = []
         for call, (arrays, cotangents) in zip(calls, inputs, strict=True):
-            out, residual = attention(
-                *arrays, **call.keywords, return_residual=True, implementation="xla"
-            )
+            out, residual = attention(*arrays, **call.keywords, return_residual=True, implementation="xla")
             gradients = None
             if call.variant.role == "backward":
                 gradients = _blockwise.backward(
