@@ -179,7 +179,7 @@ def test_limits_of_a_row(problem: Problem) -> None:
         assert visible == list(problem.keys_of(row))
 
 
-# The backward pass: query tiles of a key block ---------------------------------------------------------------
+# The backward pass: query tiles of a key block ----------------------------------------------------------
 
 backward_tiles = st.sampled_from([(4, 4), (4, 12), (64, 64), (64, 128), (128, 128)])
 

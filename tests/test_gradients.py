@@ -28,7 +28,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_expected_gradients(name: str, dtype: str) -> None:
-    """The reference, differentiated by JAX, is within the tolerance; with a mask that is off by one it is not."""
+    """The reference, differentiated by JAX, is within the tolerance; with a mask off by one it is not."""
     p = numerics.random_problem(0, **{"t": 70, "n": 4, "k": 2, "h": 24, "dtype": dtype, **PROBLEMS[name]})
     d = gradients.random_cotangents(p)
     (want,) = gradients.expected([p], [d])

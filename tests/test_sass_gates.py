@@ -471,7 +471,7 @@ def test_masks_outside_their_branch_are_refused(disassembler: Path) -> None:
     kernel = disassemble(BACKWARD_BASE)
     step = audit.parts(kernel, "window", "backward")[audit.STEP]
     matmul = next(i for i in step.instructions if i.is_a("HGMMA"))
-    with pytest.raises(sass.SassError, match="2 parts of the loop at .* have R2P, expected one"):
+    with pytest.raises(sass.SassError, match=r"2 parts of the loop at .* have R2P, expected one"):
         audit.parts(insert(kernel, [matmul], "R2P"), "window", "backward")
     (loop,) = kernel.innermost_loops("HGMMA", "MUFU")
     part, before = kernel.skipped(loop, "R2P")

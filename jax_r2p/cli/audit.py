@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_r2p._manifest import Variant, load_manifest, package_file, read_cubin
@@ -146,7 +146,7 @@ def _compile_without(
 
 
 def _count(
-    chosen: Sequence[Variant], cubins: dict[str, bytes], opcodes: dict[str, tuple[str, ...]]
+    chosen: Sequence[Variant], cubins: dict[str, bytes], opcodes: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, dict[str, int]]]:
     """Counts by variant and part, of the instructions asked for of each variant."""
     from jax_r2p.aot import audit, sass

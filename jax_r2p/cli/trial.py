@@ -203,7 +203,7 @@ def _run(trials: _Trials, device: jax.Device) -> list[Any]:
     inputs = jax.device_put(given, device)
     lowered = jax.jit(program).lower(inputs)
     _require_backward_kernels([call for call, _ in trials], lowered.as_text())
-    return jax.tree.map(np.asarray, lowered.compile()(inputs))  # type: ignore[no-any-return]
+    return jax.tree.map(np.asarray, lowered.compile()(inputs))
 
 
 def _require_backward_kernels(calls: Sequence[Call], text: str) -> None:
@@ -223,6 +223,8 @@ def _reference_device(device: jax.Device) -> jax.Device:
 
 
 def _difference(call: Call, got: Sequence[Any], reference: _Reference) -> str | None:
+    names: tuple[str, ...]
+    wanted: tuple[Any, ...]
     if call.variant.role == "backward":
         names, wanted = ("dquery", "dkey", "dvalue"), reference.gradients or ()
         # Weights and their cotangents are rounded before they are summed, and the sums once more: together
