@@ -1,4 +1,4 @@
-"""A few small calls of every kernel, for compute-sanitizer: values are checked too, on the host, in numpy.
+"""A few small calls of every kernel, forward and backward, for compute-sanitizer: values are checked too, on the host, in numpy.
 
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py
 
@@ -9,6 +9,7 @@ passed. XLA compiles nothing here but the calls themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -117,12 +118,8 @@ def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> 
         wanted = expected_gradients(*arrays, left, right)
         for deterministic in (False, True):
             fixed = {**keywords, "deterministic": deterministic, "implementation": "r2p"}
-
-            @jax.jit
-            def f(query, key, value, dout, fixed=fixed):
-                _, vjp = jax.vjp(lambda *x: jax_r2p.attention(*x, **fixed), query, key, value)
-                return vjp(dout)
-
+            attend = functools.partial(jax_r2p.attention, **fixed)
+            f = jax.jit(lambda *x, attend=attend: jax.vjp(attend, *x[:3])[1](x[3]))
             errors = [
                 np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
                 for got, want in zip(f(*jax.device_put(arrays)), wanted, strict=True)
