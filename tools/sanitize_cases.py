@@ -1,4 +1,4 @@
-"""A few small calls of every kernel, forward and backward, for compute-sanitizer: values are checked too, on the host, in numpy.
+"""A few small calls of every kernel, for compute-sanitizer: values and gradients are checked too, in numpy.
 
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py
 
