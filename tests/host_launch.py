@@ -25,23 +25,15 @@ _MAX_PARAMETERS, _MAX_PARAMETER_SIZE, _MAX_ATTRIBUTES = 64, 128, 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCall:
-    """Arguments of `AttentionForward.__call__`.
+    """Arguments of the `__call__` of a kernel class, in its order.
 
     Attributes:
-      query: Shape of query, (B, T, N, H).
-      key: Shape of key, (Bk, S, K, H).
-      value_width: Last dimension of value and out, Hv; the others are those of key and query.
-      addresses: Of query, key, value, out, lse, scale, and the lengths of queries and keys, in this order.
-      numbers: window_left, window_right, section_heads, kv_outer, kv_inner, ctas and cta_tiles, in this
-        order.
+      arguments: But for the stream: ("array", address, shape) with a shape of rank 1 or 4, ("pointer",
+        address) for an array of constant shape, ("int64", number) or ("int32", number).
       stream: A number to be found again.
     """
 
-    query: tuple[int, int, int, int]
-    key: tuple[int, int, int, int]
-    value_width: int
-    addresses: tuple[int, int, int, int, int, int, int, int]
-    numbers: tuple[int, int, int, int, int, int, int]
+    arguments: Sequence[tuple[Any, ...]]
     stream: int
 
 
@@ -122,10 +114,13 @@ def _export(variant: str, folder: pathlib.Path) -> ctypes.CDLL:
     os.environ["CUTE_DSL_CACHE_DIR"] = str(folder)
     import cutlass.cute as cute
 
+    from jax_r2p.kernels.backward import AttentionBackward
     from jax_r2p.kernels.forward import AttentionForward
 
-    kernel = AttentionForward(VARIANTS[variant].config)
-    AttentionForward.__call__.set_name_prefix("host", remove_cutlass_symbol=True, keep_mangled_name=False)
+    config = VARIANTS[variant].config
+    kernel_type: Any = {"forward": AttentionForward, "backward": AttentionBackward}[config.role]
+    kernel = kernel_type(config)
+    kernel_type.__call__.set_name_prefix("host", remove_cutlass_symbol=True, keep_mangled_name=False)
     cute.compile(kernel, *kernel.compile_arguments()).export_to_c(
         str(folder), "kernel", function_prefix="r2p"
     )
@@ -139,23 +134,19 @@ def _export(variant: str, folder: pathlib.Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _launch(library: ctypes.CDLL, call: HostCall, parameter_sizes: Sequence[int]) -> dict[str, Any]:
-    def array4(address: int, shape: Sequence[int]) -> _Array4:
-        _, length, heads, head_dim = shape
-        strides = (length * heads * head_dim, heads * head_dim, head_dim)
-        return _Array4(address, (ctypes.c_int32 * 4)(*shape), (ctypes.c_int64 * 3)(*strides))
+def _argument(kind: str, value: int, shape: Sequence[int] = ()) -> Any:
+    if kind == "array" and len(shape) == 4:
+        _, length, heads, width = shape
+        strides = (length * heads * width, heads * width, width)
+        return _Array4(value, (ctypes.c_int32 * 4)(*shape), (ctypes.c_int64 * 3)(*strides))
+    if kind == "array":
+        return _Array1(value, (ctypes.c_int32 * 1)(*shape))
+    return {"pointer": ctypes.c_void_p, "int64": ctypes.c_int64, "int32": ctypes.c_int32}[kind](value)
 
-    query, key, value, out, lse, scale, *lengths = call.addresses
-    batch, length, heads, _ = call.query
+
+def _launch(library: ctypes.CDLL, call: HostCall, parameter_sizes: Sequence[int]) -> dict[str, Any]:
     arguments = [
-        array4(query, call.query),
-        array4(key, call.key),
-        array4(value, (*call.key[:-1], call.value_width)),
-        array4(out, (*call.query[:-1], call.value_width)),
-        _Array1(lse, (ctypes.c_int32 * 1)(batch * heads * length)),
-        ctypes.c_void_p(scale),
-        *map(ctypes.c_int64, lengths),
-        *map(ctypes.c_int32, call.numbers),
+        *(_argument(*argument) for argument in call.arguments),
         ctypes.c_void_p(call.stream),
         ctypes.c_int32(-1),  # becomes the result
     ]

@@ -21,7 +21,7 @@ from jax_r2p.aot import __main__ as command_line
 from jax_r2p.aot import checks, elf, output, parameters
 from jax_r2p.aot.compile import BuildError, CompiledVariant, compile_variants
 from jax_r2p.aot.variants import VARIANTS, VariantRow
-from jax_r2p.kernels.config import ForwardConfig, box_columns
+from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, box_columns
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs the kernel compiler: pip install jax_r2p[aot]"
@@ -313,6 +313,47 @@ def test_boxes_are_the_widest_that_divide_a_tile() -> None:
 def test_impossible_choices(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(**changes)
+
+
+def backward_config_of(**changes: Any) -> BackwardConfig:
+    """A backward kernel of head dim 128 with some choices changed."""
+    config = VARIANTS["bwd_bf16_d128_none"].config
+    assert isinstance(config, BackwardConfig)
+    return dataclasses.replace(config, **changes)
+
+
+def test_value_of_a_backward_kernel_is_as_wide_as_key_by_default() -> None:
+    fields = {field: x for field, x in vars(backward_config_of()).items() if field != "value_head_dim"}
+    assert BackwardConfig(**fields) == backward_config_of()
+    assert backward_config_of(value_head_dim=64).name == "bwd_bf16_d128v64_none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 96}, r"head_dim=96 must be one of \(64, 128\)"),
+        ({"value_head_dim": 256}, r"value_head_dim=256 must be one of \(64, 128\)"),
+        ({"tile_n": 192}, r"tile_n=192 must be one of \(64, 128\)"),
+        ({"tile_m": 32}, r"tile_m=32 must be one of \(64, 128\)"),
+        ({"tile_m": 128, "tile_n": 64}, "tile_m=128 must be at most tile_n=64"),
+        (
+            {"head_dim": 64},
+            "tile_m=64 and head_dim=64 leave less than 64 x 64 elements of dQ to each of 2 warpgroups",
+        ),
+        ({"stages": 1}, "overlap_dkey needs 2 stages: a step's query rows stay until the next has begun"),
+        ({"consumer_registers": 244}, r"consumer_registers=244 must be a multiple of 8 in 24\.\.256"),
+        ({"producer_registers": 16}, r"producer_registers=16 must be a multiple of 8 in 24\.\.256"),
+        ({"consumer_registers": 248}, "setmaxnreg asks for 520 registers .* the CTA's pool holds 504"),
+        (
+            {"min_blocks": 2, "consumer_registers": 104},
+            "tiles need 198656 bytes .* are left to each of 2 CTAs",
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_choices_of_a_backward_kernel(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        backward_config_of(**changes)
 
 
 # Rules -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, SupportsIndex
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,126 @@ def test_limits_of_a_row(problem: Problem) -> None:
         assert visible == list(problem.keys_of(row))
 
 
+# The backward pass: query tiles of a key block ----------------------------------------------------------
+
+backward_tiles = st.sampled_from([(4, 4), (4, 12), (64, 64), (64, 128), (128, 128)])
+
+
+def lengths_from_zero(largest: int) -> st.SearchStrategy[Problem]:
+    lengths = st.integers(0, largest)
+    return st.builds(Problem, lengths, lengths, left=bounds(largest), right=bounds(largest))
+
+
+def visible_pairs(problem: Problem) -> np.ndarray:
+    """(query_length, key_length), by the definition."""
+    pairs = np.zeros((problem.query_length, problem.key_length), bool)
+    for row in range(problem.query_length):
+        keys = problem.keys_of(row)
+        pairs[row, keys.start : keys.stop] = True
+    return pairs
+
+
+def ranges(problem: Problem, tile: tuple[int, int], more: int = 1) -> dict[int, blocks.QueryRange]:
+    """Of each key block of arrays that hold `more` blocks than the sequence."""
+    tile_m, tile_n = tile
+    sizes = {"tile_m": tile_m, "tile_n": tile_n, **dataclasses.asdict(problem)}
+    count = -(-problem.key_length // tile_n) + more
+    return {block: blocks.query_range(block * tile_n, **sizes) for block in range(count)}
+
+
+def last_block(problem: Problem, tile: tuple[int, int], number: int) -> int:
+    fields = dataclasses.asdict(problem)
+    del fields["left"]
+    return blocks.last_block(number * tile[0], tile_m=tile[0], tile_n=tile[1], **fields)
+
+
+ends = (
+    example(Problem(200, 72, None, 0), (64, 64)),  # rows that see nothing
+    example(Problem(5, 300, 0, 0), (4, 4)),
+    example(Problem(300, 5, 1, 0), (4, 12)),
+    example(Problem(129, 300, 64, 0), (64, 128)),
+    example(Problem(0, 9, None, None), (4, 4)),
+    example(Problem(9, 0, 3, 0), (4, 4)),
+    example(Problem(65, 257, 7, UNBOUNDED), (64, 64)),
+)
+
+
+def with_examples(test: Any) -> Any:
+    for add in ends:
+        test = add(test)
+    return test
+
+
+@with_examples
+@given(lengths_from_zero(largest=300), backward_tiles)
+def test_query_tiles_hold_every_visible_pair(problem: Problem, tile: tuple[int, int]) -> None:
+    """No pair is missed, and no tile visited for nothing, but for a last one with rows that are not there."""
+    tile_m, tile_n = tile
+    pairs = visible_pairs(problem)
+    tiles_there = -(-problem.query_length // tile_m)
+    for block, visited in ranges(problem, tile).items():
+        assert 0 <= visited.start <= visited.stop
+        assert visited.start == visited.stop or visited.stop <= tiles_there
+        keys = pairs[:, block * tile_n : (block + 1) * tile_n]
+        for number in range(tiles_there):
+            rows = keys[number * tile_m : (number + 1) * tile_m]
+            is_visited = visited.start <= number < visited.stop
+            if len(rows) == tile_m:
+                assert is_visited == bool(rows.any()), (block, number)
+            else:
+                assert is_visited or not rows.any(), (block, number)
+
+
+@with_examples
+@given(lengths_from_zero(largest=300), backward_tiles)
+def test_unmasked_query_tiles_are_wholly_visible(problem: Problem, tile: tuple[int, int]) -> None:
+    """And masked ones hide something, as far as all their rows are there."""
+    tile_m, tile_n = tile
+    pairs = visible_pairs(problem)
+    for block, visited in ranges(problem, tile).items():
+        for number in range(visited.start, visited.stop):
+            rows = pairs[number * tile_m : (number + 1) * tile_m, block * tile_n : (block + 1) * tile_n]
+            # As `AttentionBackward.is_masked`.
+            masked = number < visited.right_masked or (
+                problem.left is not None and number >= visited.left_masked
+            )
+            if not masked:
+                assert rows.shape[1] == tile_n, "the end of the keys is in no unmasked tile"
+                assert rows.all(), (block, number)
+            elif rows.shape == (tile_m, tile_n):
+                assert not rows.all(), (block, number)
+
+
+@with_examples
+@given(lengths_from_zero(largest=300), backward_tiles)
+def test_blocks_of_a_query_tile_take_turns_without_gaps(problem: Problem, tile: tuple[int, int]) -> None:
+    """From the last one down: block n waits for `last_block` - n others, and so many come before it."""
+    visiting: dict[int, list[int]] = {}
+    for block, visited in ranges(problem, tile).items():
+        for number in range(visited.start, visited.stop):
+            visiting.setdefault(number, []).append(block)
+    for number, found in visiting.items():
+        last = last_block(problem, tile, number)
+        assert found == list(range(found[0], last + 1)), number
+        for turn, block in enumerate(reversed(found)):
+            assert last - block == turn, "as many as have added before"
+
+
+@with_examples
+@given(lengths_from_zero(largest=300), backward_tiles)
+def test_limits_of_a_key(problem: Problem, tile: tuple[int, int]) -> None:
+    """The queries from the first limit up to the second see the key; of rows that are there, no others."""
+    pairs = visible_pairs(problem)
+    for key in range(-(-problem.key_length // tile[1]) * tile[1]):
+        first, end = blocks.query_limits(key, **dataclasses.asdict(problem))
+        rows = range(problem.query_length)
+        seen = [first <= row and (end is None or row < end) for row in rows]
+        if key < problem.key_length:
+            assert seen == pairs[:, key].tolist(), key
+        else:
+            assert not any(seen), key
+
+
 class Int32(int):
     """A plain integer whose arithmetic fails where a 32-bit register would wrap around."""
 
@@ -242,3 +363,15 @@ def test_no_32_bit_overflow(problem: Problem, tile: tuple[int, int], data: st.Da
             blocks.right_limit(Int32(row), right=narrow["right"], **lengths)
             if problem.left is not None:
                 blocks.left_limit(Int32(row), left=narrow["left"], **lengths)
+        # A key block of the backward pass, and its last tile.
+        first_key = min(first_row, (LONGEST_KEYS - 1) // tile_n * tile_n)
+        expected_tiles = blocks.query_range(first_key, **tile_sizes, **wide)
+        assert blocks.query_range(Int32(first_key), **tile_sizes, **narrow) == expected_tiles
+        if expected_tiles.stop > expected_tiles.start:
+            fields = {name: narrow[name] for name in ("query_length", "key_length", "right")}
+            blocks.last_block(Int32(expected_tiles.stop - 1) * tile_m, **tile_sizes, **fields)
+        for key in (first_key, first_key + tile_n - 1):
+            first, end = blocks.query_limits(Int32(key), **narrow)
+            for origin in (0, last_tile * tile_m + 6):
+                assert first - Int32(origin) is not None
+                assert end is None or end - Int32(origin) is not None

@@ -22,6 +22,9 @@ from jax_r2p._manifest import FILE_NAME, FOLDER, load_manifest
 from jax_r2p.cli import diagnosis, doctor, trial
 
 VARIANTS = load_manifest().variants
+FORWARD, BACKWARD = (
+    [variant for variant in VARIANTS if variant.role == role] for role in ("forward", "backward")
+)
 ALWAYS = [
     *("platform", "jax_r2p", "jax", "jaxlib", "NVIDIA driver", "environment", "CUDA backend"),
     *("manifest", "cubins", "library", "XLA", "calls", "runs"),
@@ -335,7 +338,16 @@ def attention(*arrays, implementation, change=lambda variant, out: out, **keywor
 
 
 def run_kernels(monkeypatch, variants, change):
+    """The reference's results take the place of the kernels', after `change` of the first of each."""
+
+    def gradients(arrays, rows, cotangents, *, spec):
+        dquery, *others = true_gradients(arrays, rows, cotangents, spec=spec)
+        return change(arrays[0], dquery), *others
+
+    true_gradients = trial.gradients
+    monkeypatch.setattr(trial, "gradients", gradients)
     monkeypatch.setattr(trial, "attention", lambda *a, **k: attention(*a, **k, change=change))
+    monkeypatch.setattr(trial, "_require_backward_kernels", lambda calls, text: None)
     return trial.run_kernels(variants, jax.devices()[0])
 
 
@@ -344,16 +356,22 @@ def test_each_kernel_has_its_call(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for variant in VARIANTS:
         call = trial.call_of(variant)
-        assert jax_r2p.explain(*call.arrays, **call.keywords).variant == variant.name
+        assert call.chosen() == variant
+        explanation = jax_r2p.explain(*call.arrays, **call.keywords)
+        assert explanation.implementation == "r2p"
+        assert (explanation.variant == variant.name) == (variant.role == "forward")
 
 
 def test_kernels_that_are_right(monkeypatch):
-    assert run_kernels(monkeypatch, VARIANTS, lambda _, out: out) == dict.fromkeys(v.name for v in VARIANTS)
+    messages = run_kernels(monkeypatch, VARIANTS, lambda _, out: out)
+    assert messages == dict.fromkeys(v.name for v in VARIANTS)
+    assert list(messages) == [v.name for v in VARIANTS]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 0.0], ids=str)
-def test_a_result_that_is_wrong_in_one_place(monkeypatch, wrong):
-    narrow, wide = (next(v for v in VARIANTS if v.head_dim == width) for width in (64, 128))
+@pytest.mark.parametrize(("variants", "what"), [(FORWARD, "out"), (BACKWARD, "dquery")], ids=["out", "dq"])
+def test_a_result_that_is_wrong_in_one_place(monkeypatch, variants, what, wrong):
+    narrow, wide = (next(v for v in variants if v.head_dim == width) for width in (64, 128))
 
     def change(query, out):
         largest = jnp.unravel_index(jnp.argmax(jnp.abs(out)), out.shape)
@@ -361,10 +379,11 @@ def test_a_result_that_is_wrong_in_one_place(monkeypatch, wrong):
 
     messages = run_kernels(monkeypatch, (wide, narrow), change)
     assert messages[narrow.name] is None
-    assert "out differs from the reference by " in str(messages[wide.name])
+    assert f"{what} differs from the reference by " in str(messages[wide.name])
 
 
-def test_a_kernel_that_fails_is_named(monkeypatch):
+@pytest.mark.parametrize("variants", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_a_kernel_that_fails_is_named(monkeypatch, variants):
     """The others are still run, each by itself."""
     calls = []
 
@@ -374,13 +393,45 @@ def test_a_kernel_that_fails_is_named(monkeypatch):
             raise RuntimeError("INTERNAL: cannot be loaded\nand more lines")
         return out
 
-    half = next(variant for variant in VARIANTS if variant.dtype == "fp16")
-    messages = run_kernels(monkeypatch, (VARIANTS[0], half), change)
-    assert messages == {VARIANTS[0].name: None, half.name: "INTERNAL: cannot be loaded"}
+    half = next(variant for variant in variants if variant.dtype == "fp16")
+    messages = run_kernels(monkeypatch, (variants[0], half), change)
+    assert messages == {variants[0].name: None, half.name: "INTERNAL: cannot be loaded"}
     assert calls == ["bfloat16", "float16", "bfloat16", "float16"]
 
 
-def test_where_no_kernel_runs(monkeypatch):
-    """The true function demands the kernel, so that a fallback does not pass for it."""
-    messages = trial.run_kernels(VARIANTS[:1], jax.devices("cpu")[0])
-    assert "this is for platform cpu" in str(messages[VARIANTS[0].name])
+def test_a_mask_that_is_off_by_one(monkeypatch):
+    """Gradients of a window that shows one key more: what a kernel with a wrong bound would give."""
+    variants = [variant for variant in BACKWARD if variant.mask == "window"]
+    true_gradients = trial.gradients
+
+    def gradients(arrays, rows, cotangents, *, spec):
+        return true_gradients(arrays, rows, cotangents, spec=dataclasses.replace(spec, left=spec.left + 1))
+
+    monkeypatch.setattr(trial, "_require_backward_kernels", lambda calls, text: None)
+    monkeypatch.setattr(trial, "gradients", gradients)
+    messages = trial.run_kernels(variants, jax.devices()[0])
+    assert all("differs from the reference" in str(message) for message in messages.values())
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (FORWARD, "this is for platform cpu"),
+        (BACKWARD, f"the gradients of a call for {BACKWARD[0].name} run as plain XLA"),
+    ],
+    ids=["forward", "backward"],
+)
+def test_where_no_kernel_runs(variants, message):
+    """A fallback does not pass for a kernel."""
+    messages = trial.run_kernels(variants[:1], jax.devices("cpu")[0])
+    assert message in str(messages[variants[0].name])
+
+
+def test_gradients_without_a_kernel_are_told(machine, monkeypatch):
+    """A build that has lost a backward kernel: its calls would run as plain XLA."""
+    machine(HOPPER)
+    monkeypatch.setattr(_dispatch, "cuda_capabilities", lambda: frozenset({(9, 0)}))
+    monkeypatch.setattr(trial.Call, "chosen", lambda call: "this build has no backward kernel")
+    reason = str(diagnosis.diagnose().reason)
+    assert reason.startswith(f"calls: a call for {VARIANTS[0].name} does not run it. ")
+    assert reason.endswith("Its gradients: this build has no backward kernel")

@@ -33,6 +33,7 @@ def test_table_has_every_kernel(tmp_path):
         assert rows[v.name] == [
             *(
                 v.name,
+                v.role,
                 v.dtype,
                 v.mask + (f">={v.least_span}" if v.least_span else ""),
                 widths(v),

@@ -20,7 +20,7 @@ from launch_stub import (
 
 from jax_r2p._manifest import load_manifest
 
-VARIANTS = {variant.name: variant for variant in load_manifest().variants}
+VARIANTS = {variant.name: variant for variant in load_manifest().variants if variant.role == "forward"}
 VARIANT = VARIANTS["fwd_bf16_d64_window"]
 CALL = make_call(
     VARIANT,

@@ -230,17 +230,19 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
     ]
 
 
-def test_what_the_library_is_told(registered, monkeypatch):
+@pytest.mark.parametrize(("role", "code"), [("forward", 1), ("backward", 2)])
+def test_what_the_library_is_told(registered, monkeypatch, role, code):
     library = Recorder()
     monkeypatch.setattr(_ffi, "load_library", lambda: library)
     _ffi.register()
-    variant, told = load_manifest().variants[0], library.good[0]
+    pairs = zip(load_manifest().variants, library.good, strict=True)
+    variant, told = next((variant, told) for variant, told in pairs if variant.role == role)
     assert told.struct_size == ctypes.sizeof(told)
     assert told.entry.decode() == variant.entry
     # Read as a bytes object it would end at the first zero.
     address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
     assert ctypes.string_at(address, told.cubin_size) == _manifest.read_cubin(variant)
-    assert told.role == 1
+    assert told.role == code
     for name in ("head_dim", "tile_m", "tile_n", "threads", "shared_memory"):
         assert getattr(told, name) == getattr(variant, name)
     assert {v.name.decode(): v.dtype for v in library.good} == {

@@ -28,7 +28,7 @@ from launch_stub import (
 from jax_r2p import _ffi
 from jax_r2p._manifest import Variant, load_manifest, package_file
 
-VARIANTS = {variant.name: variant for variant in load_manifest().variants}
+VARIANTS = {variant.name: variant for variant in load_manifest().variants if variant.role == "forward"}
 BF16_D128 = VARIANTS["fwd_bf16_d128_causal"]
 BF16_D64 = VARIANTS["fwd_bf16_d64_window"]
 CONTEXT = 0xC000000000000000 | STREAM
@@ -52,7 +52,7 @@ LEAVE = ["cuCtxPopCurrent"]
 
 @pytest.fixture(scope="module")
 def process():
-    """A process that knows every variant; for tests that leave nothing behind in it."""
+    """A process that knows every forward kernel; for tests that leave nothing behind in it."""
     with StubProcess() as process:
         for variant in VARIANTS.values():
             process.add(variant)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import math
 import shutil
 from typing import Any
 
 import pytest
 from host_launch import HostCall, capture
-from launch_stub import UNBOUNDED, Call, StubProcess, make_call
+from launch_stub import (
+    UNBOUNDED,
+    Array,
+    BackwardCall,
+    Call,
+    StubProcess,
+    make_backward_call,
+    make_call,
+)
 
 from jax_r2p._manifest import Variant, load_manifest
 from jax_r2p.aot.variants import VARIANTS
@@ -64,34 +74,93 @@ def fit(call: Call, widest: int) -> Call:
     return call
 
 
-def host_call(call: Call, launched: dict[str, Any]) -> HostCall:
+def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
+    """The same for a backward kernel."""
+    head_dim = variant.head_dim
+    return {
+        "one tile": make_backward_call(variant, (1, variant.tile_m, 1, head_dim)),
+        "one element of each": make_backward_call(variant, (1, 1, 1, 8), deterministic=True),
+        "ragged, grouped heads": make_backward_call(
+            variant, (3, 1021, 10, head_dim), (3, 333, 5, head_dim), window_left=100, window_right=7
+        ),
+        "narrow head": make_backward_call(
+            variant,
+            (2, 130, 6, head_dim - 24),
+            (2, 515, 6, head_dim - 24),
+            window_left=0,
+            lengths=(True, False),
+        ),
+        "narrow values": make_backward_call(
+            variant, (2, 130, 6, head_dim), (2, 515, 3, head_dim), head_dim - 32, lengths=(False, True)
+        ),
+        "shared keys": make_backward_call(
+            variant,
+            (24, 200, 9, head_dim),
+            (8, 64, 3, head_dim),
+            kv_repeat=3,
+            kv_inner=4,
+            window_right=0,
+            lengths=(True, True),
+            deterministic=True,
+        ),
+        "over 2^31 elements": make_backward_call(
+            variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1
+        ),
+    }
+
+
+def calls(variant: Variant) -> dict[str, Any]:
+    return backward_calls_of(variant) if variant.role == "backward" else calls_of(variant)
+
+
+def array(x: Array) -> tuple[str, int, tuple[int, ...]]:
+    """An array as host code takes it: of rank 4, or flat."""
+    return ("array", x.data, x.shape if len(x.shape) == 4 else (math.prod(x.shape),))
+
+
+def address(x: Array) -> int:
+    """Of an array that there may not be."""
+    return x.data if x.shape != (0,) else 0
+
+
+def numbers(*values: int) -> list[tuple[str, int]]:
+    return [("int32", value) for value in values]
+
+
+def host_call(call: Call | BackwardCall, launched: dict[str, Any]) -> HostCall:
     """The same call for the kernel's host code, which leaves some choices to its caller.
 
     How the tiles are dealt out is the launcher's own decision. And it passes on a window end that is beyond
     all rows or keys as one that just reaches them all, to stay clear of 32-bit overflow.
     """
-    section_heads, cta_tiles = (
-        int.from_bytes(launched["parameters"][name], "little") for name in ("section_heads_size", "cta_tiles")
-    )
-    return HostCall(
-        query=call.query.shape,
-        key=call.key.shape,
-        value_width=call.value.shape[-1],
-        addresses=(
-            *(getattr(call, name).data for name in ("query", "key", "value", "out", "lse", "scale")),
-            *(x.data if x.shape != (0,) else 0 for x in (call.query_lengths, call.key_lengths)),
-        ),
-        numbers=(
-            min(call.window_left, call.key.shape[1]),
-            min(call.window_right, call.query.shape[1]),
-            section_heads,
-            call.kv_repeat * call.kv_inner,
-            call.kv_inner,
-            launched["grid"][0],
-            cta_tiles,
-        ),
-        stream=call.stream,
-    )
+    windows = min(call.window_left, call.key.shape[1]), min(call.window_right, call.query.shape[1])
+    lengths = [("int64", address(x)) for x in (call.query_lengths, call.key_lengths)]
+    scale = ("pointer", call.scale.data)
+    arguments: list[tuple[Any, ...]]
+    if isinstance(call, BackwardCall):
+        sums = dataclasses.replace(call.dquery, shape=(math.prod(call.dquery.shape),))
+        arguments = [
+            *(array(x) for x in (call.query, call.key, call.value, call.dout, call.dkey, call.dvalue)),
+            *(array(x) for x in (sums, call.lse, call.delta)),
+            ("int64", address(call.counters)),
+            scale,
+            *lengths,
+            *numbers(*windows, call.query.shape[2] // call.key.shape[2], call.kv_repeat, call.kv_inner),
+            *numbers(launched["grid"][0]),
+        ]
+    else:
+        section_heads, cta_tiles = (
+            int.from_bytes(launched["parameters"][name], "little")
+            for name in ("section_heads_size", "cta_tiles")
+        )
+        arguments = [
+            *(array(x) for x in (call.query, call.key, call.value, call.out, call.lse)),
+            scale,
+            *lengths,
+            *numbers(*windows, section_heads, call.kv_repeat * call.kv_inner, call.kv_inner),
+            *numbers(launched["grid"][0], cta_tiles),
+        ]
+    return HostCall(arguments=arguments, stream=call.stream)
 
 
 # Types of elements: their numbers in a descriptor, and in the driver's interface.
@@ -141,18 +210,18 @@ def launched(variant: Variant) -> dict[str, dict[str, Any]]:
     """What the launcher makes of each call."""
     with StubProcess() as process:
         process.add(variant)
-        return {name: process.pack(variant, call) for name, call in calls_of(variant).items()}
+        return {name: process.pack(variant, call) for name, call in calls(variant).items()}
 
 
 @needs_compiler
 def test_launcher_packs_what_host_code_packs(variant: Variant, launched: dict[str, dict[str, Any]]) -> None:
-    calls = calls_of(variant)
+    given = calls(variant)
     host_launches = capture(
         variant.name,
         [parameter.size for parameter in variant.parameters],
-        [host_call(call, launched[name]) for name, call in calls.items()],
+        [host_call(call, launched[name]) for name, call in given.items()],
     )
-    for (name, call), host in zip(calls.items(), host_launches, strict=True):
+    for (name, call), host in zip(given.items(), host_launches, strict=True):
         ours = launched[name]
         assert host.shared_memory == variant.shared_memory
         for field in ("grid", "block", "shared_memory"):
@@ -177,4 +246,7 @@ def test_calls_tell_parameters_apart(variant: Variant, launched: dict[str, dict[
         parameter.name: [ours["parameters"][parameter.name] for ours in launched.values()]
         for parameter in variant.parameters
     }
-    assert len({tuple(value) for value in values.values()}) == len(values)
+    # Cotangents have the shapes of what they belong to; their maps tell them apart.
+    alike = {f"{name}_dims" for name in ("dkey", "dvalue")} & values.keys()
+    told = {name: tuple(value) for name, value in values.items() if name not in alike}
+    assert len(set(told.values())) == len(told)

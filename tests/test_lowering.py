@@ -306,14 +306,15 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
     text = lower(gradient(function), QUERY, KEY, KEY)
     assert [call.variant for call in calls(text)] == ["fwd_bf16_d64_causal"]
     (call,) = calls(text, BACKWARD)
-    tile_m = _dispatch.load_manifest().variants[0].tile_m
-    counters = f"{2 * 4 * -(-5 // tile_m) if deterministic else 0}xi32"
-    rows = "2x4x5xf32"
+    (variant,) = (
+        v for v in _dispatch.load_manifest().variants if f'"{v.name}"' == call.attributes["variant"]
+    )
+    counters = f"{2 * 4 if deterministic else 0}xi32"  # one tile holds the 5 queries
+    rows, sums = f"2x4x{variant.tile_m}xf32", f"2x4x1x{variant.tile_m * variant.head_dim}xf32"
     inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32"]
-    assert call.operands == [*inputs, *NO_LENGTHS, "2x5x4x64xf32", counters]
-    assert call.results == ["2x5x4x64xf32", "2x7x2x64xbf16", "2x7x2x64xbf16", counters]
+    assert call.operands == [*inputs, *NO_LENGTHS, sums, counters]
+    assert call.results == [sums, "2x7x2x64xbf16", "2x7x2x64xbf16", counters]
     assert call.attributes == {
-        "deterministic": str(deterministic).lower(),
         "variant": '"bwd_bf16_d64_causal"',
         "window_left": f"{UNBOUNDED} : i32",
         "window_right": "0 : i32",
@@ -330,7 +331,7 @@ def test_backward_of_shared_keys_and_odd_widths(backward_kernels):
     query, key, value = struct(3, 2, 5, 4, 60), struct(2, 7, 2, 60), struct(2, 7, 2, 12)
     (call,) = calls(lower(gradient(function), query, key, value), BACKWARD)
     assert call.operands[:4] == ["6x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x16xbf16", "6x5x4x16xbf16"]
-    assert call.results[:3] == ["6x5x4x64xf32", "2x7x2x64xbf16", "2x7x2x16xbf16"]
+    assert call.results[1:3] == ["2x7x2x64xbf16", "2x7x2x16xbf16"]
     assert (call.attributes["kv_repeat"], call.attributes["kv_inner"]) == ("3 : i64", "2 : i64")
 
 

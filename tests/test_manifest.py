@@ -75,8 +75,9 @@ def test_row_is_the_config(variant: Variant) -> None:
         assert getattr(variant, field) == getattr(config, field), field
     value = "" if variant.value_head_dim == variant.head_dim else f"v{variant.value_head_dim}"
     wide = "_wide" if variant.least_span else ""
-    assert variant.role == "forward"
-    assert variant.name == f"fwd_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}{wide}"
+    assert variant.role == config.role
+    prefix = {"forward": "fwd", "backward": "bwd"}[variant.role]
+    assert variant.name == f"{prefix}_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}{wide}"
     assert variant.least_span == VARIANTS[variant.name].least_span
     assert variant.file == f"{variant.name}.cubin"
     assert variant.name in variant.entry

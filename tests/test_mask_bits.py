@@ -176,3 +176,60 @@ def test_compares_take_a_transposed_tile() -> None:
         )
     # Row 0 sees columns 2 to 3, row 1 column 4, row 2 none of 6 to 5.
     assert scores == [-math.inf, -math.inf, 2.0, -math.inf, -math.inf, -math.inf]
+
+
+# The backward pass: transposed tiles, whose rows are keys and whose columns are queries.
+
+
+@given(
+    query_length=st.integers(0, 300),
+    key_length=st.integers(1, 300),
+    left=bounds,
+    right=bounds,
+    tile=st.sampled_from([(64, 64), (64, 128), (128, 128)]),
+    thread=st.integers(0, 127),
+    data=st.data(),
+)
+def test_weights_of_hidden_pairs_become_0(
+    query_length: int,
+    key_length: int,
+    left: int | None,
+    right: int | None,
+    tile: tuple[int, int],
+    thread: int,
+    data: st.DataObject,
+) -> None:
+    """A thread's weights of two keys and a tile of queries, by the very bounds that the kernel takes."""
+    tile_m, tile_n = tile
+    block = data.draw(st.integers(0, (key_length - 1) // tile_n), label="block")
+    number = data.draw(st.integers(0, max(query_length - 1, 0) // tile_m), label="tile")
+    key = block * tile_n + data.draw(st.integers(0, tile_n // 64 - 1), label="warpgroup") * 64
+    key += thread // 32 * 16 + thread % 32 // 4
+    origin = number * tile_m + 2 * (thread % 4)
+    limits = [
+        blocks.query_limits(
+            key + 8 * row, query_length=query_length, key_length=key_length, left=left, right=right
+        )
+        for row in range(2)
+    ]
+    count = tile_m // 2
+    weights = [1.0] * count
+    with plain_types():
+        mask.apply_r2p(
+            weights,
+            below=tuple(end - origin for _, end in limits if end is not None),
+            above=tuple(first - origin for first, _ in limits),
+            hidden=0.0,
+        )
+    for row in range(2):
+        for element in range(count // 2):
+            query, own = origin + mask.element_column(element), key + 8 * row
+            center = query + key_length - query_length
+            visible = (
+                own < key_length
+                and (left is None or own >= center - left)
+                and (right is None or own <= center + right)
+            )
+            # Rows that are not there have weights of 0 already, whatever the mask says of them.
+            if query < query_length:
+                assert weights[mask.score_index(row, element)] == float(visible), (query, own)

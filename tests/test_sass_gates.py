@@ -20,8 +20,13 @@ from jax_r2p.aot.compile import compile_variants
 from jax_r2p.aot.variants import VARIANTS, without_r2p
 from jax_r2p.cli.audit import DEFAULT
 from jax_r2p.kernels import blocks
+from jax_r2p.kernels.config import BackwardConfig
 
 SHIPPED = {variant.name: variant for variant in load_manifest().variants}
+
+FORWARD, BACKWARD = (
+    [name for name, variant in SHIPPED.items() if variant.role == role] for role in ("forward", "backward")
+)
 
 ROWS_OF_THREAD = 2
 MATMUL_DEPTH = 16
@@ -42,13 +47,28 @@ def disassembler() -> Path:
 
 
 @pytest.fixture(params=SHIPPED)
+def shipped(request: pytest.FixtureRequest, disassembler: Path) -> Variant:
+    return SHIPPED[request.param]
+
+
+@pytest.fixture(params=FORWARD)
 def variant(request: pytest.FixtureRequest, disassembler: Path) -> Variant:
+    return SHIPPED[request.param]
+
+
+@pytest.fixture(params=BACKWARD)
+def backward(request: pytest.FixtureRequest, disassembler: Path) -> Variant:
     return SHIPPED[request.param]
 
 
 @pytest.fixture
 def parts(variant: Variant) -> dict[str, sass.Code]:
     return audit.parts(disassemble(variant.name), variant.mask)
+
+
+@pytest.fixture
+def backward_parts(backward: Variant) -> dict[str, sass.Code]:
+    return audit.parts(disassemble(backward.name), backward.mask, "backward")
 
 
 def loops(variant: Variant, parts: dict[str, sass.Code]) -> list[sass.Code]:
@@ -68,14 +88,15 @@ def elements_of_a_row(variant: Variant) -> int:
 # The table of expected counts ------------------------------------------------------------------------------
 
 
-def test_as_expected(variant: Variant) -> None:
-    found = audit.count_parts(disassemble(variant.name), variant.mask, audit.GATED)
-    problems = list(audit.deviations(variant.name, found, audit.load_expected().get(variant.name)))
+def test_as_expected(shipped: Variant) -> None:
+    opcodes = audit.gated(shipped.role)
+    found = audit.count_parts(disassemble(shipped.name), shipped.mask, opcodes, shipped.role)
+    problems = list(audit.deviations(shipped.name, found, audit.load_expected().get(shipped.name)))
     assert not problems, "\n" + "\n".join(problems)
 
 
 def test_table_has_the_shipped_kernels_and_no_others() -> None:
-    assert list(audit.load_expected()) == list(SHIPPED)
+    assert list(audit.load_expected()) == sorted(SHIPPED)
 
 
 def test_table_is_written_with_a_line_a_part(tmp_path: Path) -> None:
@@ -181,6 +202,96 @@ def test_matmuls_stay_in_flight(variant: Variant, parts: dict[str, sass.Code]) -
 def test_registers_move_once_per_role(variant: Variant, parts: dict[str, sass.Code]) -> None:
     """The producer gives registers away, the consumers take them."""
     assert parts[audit.WHOLE].count("USETMAXREG") == 2
+
+
+# Backward kernels ------------------------------------------------------------------------------------------
+
+
+def queries_of_a_key(variant: Variant) -> int:
+    """Scores are transposed: a row of a thread is a key, of which it has a quarter of the step's queries."""
+    return variant.tile_m // 4
+
+
+def consumer_warpgroups(variant: Variant) -> int:
+    return variant.threads // 128 - 1
+
+
+def test_backward_masks_expand_by_r2p(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
+    """In the masked part alone, which unmasked tiles jump over: `audit.parts` refuses another place."""
+    number = ROWS_OF_THREAD * -(-queries_of_a_key(backward) // 8)
+    assert {name: code.count("R2P") for name, code in backward_parts.items()} == dict.fromkeys(
+        (audit.WHOLE, audit.STEP, audit.MASKED), number
+    )
+    selections = ROWS_OF_THREAD * queries_of_a_key(backward)
+    assert {code.count("FSEL") for code in backward_parts.values()} == {selections}
+
+
+def test_backward_masks_have_no_compare_per_element(
+    backward: Variant, backward_parts: dict[str, sass.Code]
+) -> None:
+    # The sign bit of a word, and which of the two keys are there.
+    words = ROWS_OF_THREAD * -(-queries_of_a_key(backward) // 32)
+    assert backward_parts[audit.MASKED].count("ISETP") <= words + ROWS_OF_THREAD
+    assert backward_parts[audit.STEP].count("ISETP") < queries_of_a_key(backward)
+
+
+def test_backward_has_no_local_memory(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
+    assert VARIANTS[backward.name].declared_spills == 0
+    assert backward_parts[audit.WHOLE].counts(["LDL", "STL"]) == {"LDL": 0, "STL": 0}
+
+
+def test_backward_matmuls(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
+    """S^T and dP^T over the head dims, dV and dK over the queries of a step, dQ over the CTA's keys."""
+    rows = 64
+    passes = backward.tile_m * backward.head_dim // (consumer_warpgroups(backward) * rows * rows)
+    wanted = collections.Counter[str]()
+    for columns, depth in (
+        (backward.tile_m, backward.head_dim),
+        (backward.tile_m, backward.value_head_dim),
+        (backward.value_head_dim, backward.tile_m),
+        (backward.head_dim, backward.tile_m),
+        (64, passes * backward.tile_n),
+    ):
+        wanted[f"64x{columns}x16"] += depth // MATMUL_DEPTH
+    step = backward_parts[audit.STEP]
+    assert wanted == collections.Counter(i.opcode.split(".")[1] for i in step.instructions if i.is_a("HGMMA"))
+    assert backward_parts[audit.WHOLE].count("HGMMA") == step.count("HGMMA")
+
+
+def test_backward_matmuls_stay_in_flight(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
+    """A wait for S^T, dP^T, dV and each pass of dQ; and one for dK, after the last step or in each."""
+    config = VARIANTS[backward.name].config
+    assert isinstance(config, BackwardConfig)
+    passes = backward.tile_m * backward.head_dim // (consumer_warpgroups(backward) * 64 * 64)
+    waits = 3 + passes
+    assert backward_parts[audit.STEP].count(audit.WAIT) == waits + (not config.overlap_dkey)
+    assert backward_parts[audit.WHOLE].count(audit.WAIT) == waits + 1
+
+
+def test_backward_roles(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
+    """Registers move once a role, and each warpgroup's part of dQ is added by one bulk copy a step."""
+    assert backward_parts[audit.WHOLE].count("USETMAXREG") == 2
+    assert backward_parts[audit.WHOLE].count(audit.REDUCE) == consumer_warpgroups(backward)
+    assert backward_parts[audit.STEP].count(audit.REDUCE) == 0
+
+
+def test_each_weight_is_decided_once_by_its_bit(
+    backward: Variant, backward_parts: dict[str, sass.Code]
+) -> None:
+    site = audit.mask_site(disassemble(backward.name), audit.MASKED, backward_parts[audit.MASKED])
+    weights = {(row, e) for row in range(ROWS_OF_THREAD) for e in range(queries_of_a_key(backward))}
+    decided = [(selection.row, selection.element) for selection in site.selections]
+    assert len(decided) == len(weights)
+    assert set(decided) == weights
+    words: dict[int, set[tuple[int, int]]] = {}
+    for selection in site.selections:
+        assert selection.bit == selection.element % 32, selection
+        words.setdefault(selection.test.word, set()).add((selection.row, selection.element // 32))
+    owners = [owner for (owner,) in words.values()]  # no word serves two
+    assert sorted(owners) == sorted({(row, e // 32) for row, e in weights})
+    # Ones from the first query on that sees the key; with a left bound, up to the last one too.
+    maker = "LOP3.LUT" if backward.mask == "window" else "SHF.L"
+    assert all(test.made_by.is_a(maker) for test in site.tests)
 
 
 # The masks, bit by bit -------------------------------------------------------------------------------------
@@ -329,6 +440,55 @@ def test_a_lost_matmul_is_noticed(base: tuple[sass.Kernel, sass.Code]) -> None:
     assert line in deviations(sass.Kernel(rest, kernel.labels))
 
 
+BACKWARD_BASE = "bwd_bf16_d128_window"
+
+
+def backward_deviations(kernel: sass.Kernel) -> list[str]:
+    found = audit.count_parts(kernel, "window", audit.GATED_BACKWARD, "backward")
+    return list(audit.deviations(BACKWARD_BASE, found, audit.load_expected()[BACKWARD_BASE]))
+
+
+def test_damage_to_a_backward_kernel_is_noticed(disassembler: Path) -> None:
+    kernel = disassemble(BACKWARD_BASE)
+    step = audit.parts(kernel, "window", "backward")[audit.STEP]
+    assert backward_deviations(kernel) == []
+    matmuls = [i for i in step.instructions if i.is_a("HGMMA")]
+    waits = step.count(audit.WAIT)
+    assert (
+        f"{BACKWARD_BASE}, step: expected {waits} WARPGROUP.DEPBAR, got {waits + len(matmuls)}"
+        in backward_deviations(insert(kernel, matmuls, "WARPGROUP.DEPBAR.LE"))
+    )
+    assert backward_deviations(insert(kernel, matmuls[:1], "STL")) == [
+        f"{BACKWARD_BASE}, {part}: expected 0 STL, got 1" for part in (audit.WHOLE, audit.STEP)
+    ]
+    copies = [i for i in kernel.instructions if i.is_a("UBLKRED")]
+    rest = sass.Kernel(tuple(i for i in kernel.instructions if i != copies[0]), kernel.labels)
+    assert backward_deviations(rest) == [f"{BACKWARD_BASE}, whole kernel: expected 2 UBLKRED, got 1"]
+
+
+def test_masks_outside_their_branch_are_refused(disassembler: Path) -> None:
+    """A second masked part, or one that every tile runs through."""
+    kernel = disassemble(BACKWARD_BASE)
+    step = audit.parts(kernel, "window", "backward")[audit.STEP]
+    matmul = next(i for i in step.instructions if i.is_a("HGMMA"))
+    with pytest.raises(sass.SassError, match=r"2 parts of the loop at .* have R2P, expected one"):
+        audit.parts(insert(kernel, [matmul], "R2P"), "window", "backward")
+    (loop,) = kernel.innermost_loops("HGMMA", "MUFU")
+    part, before = kernel.skipped(loop, "R2P")
+    branch = before.instructions[-1]
+    assert branch.is_a("BRA")
+    rest = sass.Kernel(tuple(i for i in kernel.instructions if i != branch), kernel.labels)
+    with pytest.raises(sass.SassError, match="stand behind no branch that skips them"):
+        audit.parts(rest, "window", "backward")
+    assert part.instructions[0].address > branch.address
+
+
+def test_a_forward_kernel_is_no_backward_kernel(base: tuple[sass.Kernel, sass.Code]) -> None:
+    message = "must have one loop over query tiles inside one over query heads, got 3 inside"
+    with pytest.raises(sass.SassError, match=message):
+        audit.parts(base[0], "window", "backward")
+
+
 def test_other_tables_are_named() -> None:
     counts = {"interior": {"total": 3, **dict.fromkeys(audit.GATED, 0)}}
     assert list(audit.deviations("x", counts, None)) == ["x: has no expected counts"]
@@ -409,7 +569,7 @@ def test_counts_agree_with_grep(tmp_path: Path, disassembler: Path) -> None:
 
     for name in DEFAULT:
         assert printed(name, audit.WHOLE) == count_by_shell(WHOLE_KERNEL, disassembler, name, tmp_path), name
-    name = "fwd_bf16_d128_causal"
+    name = "fwd_bf16_d128_causal_wide"
     assert printed(name, audit.INTERIOR) == count_by_shell(INTERIOR, disassembler, name, tmp_path)
 
 
@@ -422,10 +582,9 @@ def test_document_has_the_numbers() -> None:
     rows = [
         dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True)) for line in lines
     ]
-    masks = {"sequence end only": "none", "causal": "causal", "window": "window"}
-    assert [row["mask"] for row in rows] == list(masks)
-    for row in rows:
-        variant = next(v for v in load_manifest().variants if v.name == f"fwd_bf16_d128_{masks[row['mask']]}")
+    assert [row["mask"] for row in rows] == ["sequence end only", "causal", "window"]
+    for row, name in zip(rows, DEFAULT, strict=True):
+        variant = SHIPPED[name]
         expected = audit.load_expected()[variant.name][audit.WHOLE]
         assert row["tile"] == f"{variant.tile_m} x {variant.tile_n}"
         for opcode in ("total", "R2P", "FSEL", "ISETP"):

@@ -1,4 +1,4 @@
-"""A few small calls of every kernel, for compute-sanitizer: values are checked too, on the host, in numpy.
+"""A few small calls of every kernel, for compute-sanitizer: values and gradients are checked too, in numpy.
 
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py
 
@@ -9,6 +9,7 @@ passed. XLA compiles nothing here but the calls themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -83,9 +84,62 @@ def check_lengths(rng: np.random.Generator, h: int, name: str) -> bool:
     return good
 
 
+def expected_gradients(q, k, v, dout, left, right) -> tuple[np.ndarray, ...]:
+    """The gradients by query, key and value in float64, by their formulas; heads as in `expected`."""
+    t, n, h = q.shape[1:]
+    s, group = k.shape[1], n // k.shape[2]
+    q, k, v, dout = (x.astype(np.float64)[0] for x in (q, k, v, dout))
+    distance = np.arange(s)[None] - np.arange(t)[:, None] - (s - t)
+    mask = (distance >= (-np.inf if left is None else -left)) & (
+        distance <= (np.inf if right is None else right)
+    )
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for head in range(n):
+        shared = head // group
+        weights = np.where(mask, np.exp(q[:, head] @ k[:, shared].T / math.sqrt(h)), 0)
+        total = weights.sum(axis=1, keepdims=True)
+        weights /= np.where(total == 0, 1, total)
+        dweights = dout[:, head] @ v[:, shared].T
+        delta = (weights * dweights).sum(axis=1, keepdims=True)
+        dscores = weights * (dweights - delta) / math.sqrt(h)
+        dq[:, head] = dscores @ k[:, shared]
+        dk[:, shared] += dscores.T @ q[:, head]
+        dv[:, shared] += weights.T @ dout[:, head]
+    return dq[None], dk[None], dv[None]
+
+
+def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> bool:
+    """A backward kernel, with sums in any order and in a fixed one; returns whether the results are right."""
+    keywords, left, right = MASKS[name]
+    good = True
+    for t, s, n, k in SIZES:
+        shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, h), (1, t, n, h))
+        arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
+        wanted = expected_gradients(*arrays, left, right)
+        for deterministic in (False, True):
+            fixed = {**keywords, "deterministic": deterministic, "implementation": "r2p"}
+            attend = functools.partial(jax_r2p.attention, **fixed)
+            f = jax.jit(lambda *x, attend=attend: jax.vjp(attend, *x[:3])[1](x[3]))
+            errors = [
+                np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
+                for got, want in zip(f(*jax.device_put(arrays)), wanted, strict=True)
+            ]
+            right_here = max(errors) < DTYPES[dtype]  # False for NaN
+            good &= bool(right_here)
+            print(
+                f"{'ok ' if right_here else 'BAD'} {name:6s} {dtype} gradients H={h} T={t} S={s} "
+                f"{deterministic=}: errors {', '.join(f'{x:.1e}' for x in errors)}",
+                flush=True,
+            )
+    return good
+
+
 def main() -> int:
     rng = np.random.default_rng(0)
     failed = sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS)
+    failed += sum(
+        not check_gradients(rng, h, dtype, name) for h in (64, 128) for dtype in DTYPES for name in MASKS
+    )
     for h, hv in WIDTHS:
         for dtype, allowed in DTYPES.items():
             for name, (keywords, left, right) in MASKS.items():

@@ -2,7 +2,8 @@
 
 A masked part of a kernel makes a 32-bit word for each row and 32 of its scores, turns its bits into
 predicates, and selects scores by them. Following the predicates in the order of the instructions tells which
-bit keeps which score.
+bit keeps which score. A backward kernel masks weights, which a chain of instructions has made of the scores:
+there that chain is followed too, from the matmul on.
 
 Needs no compiler: where a register's score stands is the hardware's layout of accumulators, written down here
 once more, from the machine's side.
@@ -24,7 +25,9 @@ _AND_TEST = re.compile(
     r"(?P<predicate>P\d), RZ, (?P<register>R\d+)(?:\.reuse)?, (?P<mask>0x[0-9a-f]+), RZ, 0xc0, !PT"
 )
 _SIGN_TEST = re.compile(r"(?P<predicate>P\d), PT, (?P<register>R\d+)(?:\.reuse)?, -0x1, PT")
-_SELECT = re.compile(r"R\d+, (?P<source>R\d+)(?:\.reuse)?, -INF ?, (?P<inverse>!?)(?P<predicate>P\d)")
+_SELECT = re.compile(
+    r"R\d+, (?P<source>R\d+)(?:\.reuse)?, (?P<hidden>-INF|RZ) ?, (?P<inverse>!?)(?P<predicate>P\d)"
+)
 _SAVE = re.compile(r"(?P<register>R\d+), PR, RZ, (?P<mask>0x[0-9a-f]+)")
 _RESTORE = re.compile(r"(?P<predicate>P\d), PT, (?P<register>R\d+), RZ, PT")
 _SHAPE = re.compile(r"HGMMA\.64x(?P<columns>\d+)x16\.")
@@ -32,6 +35,9 @@ _SHAPE = re.compile(r"HGMMA\.64x(?P<columns>\d+)x16\.")
 _ACCUMULATOR = re.compile(r"R(?P<first>\d+), (?:R\d+, )?gdesc\[UR\d+\], RZ, !UPT")
 _WRITTEN_PREDICATE = re.compile(r"P\d")
 _WRITTEN_REGISTER = re.compile(r"R\d+")
+_READ_REGISTER = re.compile(r"(?<=, )-?(R\d+)")
+# What makes weights of scores, in place or not.
+_EXPONENTIAL = ("FMUL", "FFMA", "FADD", "MUFU.EX2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """An instruction that keeps a score or sets it to -inf.
+    """An instruction that keeps a score or sets it to -inf; or a weight, and sets it to 0.
 
     Attributes:
       instruction: The `FSEL`.
@@ -93,20 +99,27 @@ class Site:
     selections: tuple[Selection, ...]
 
 
-def trace(code: sass.Code) -> Site:
+def trace(code: sass.Code, *, before: sass.Code | None = None) -> Site:
     """Follows the mask words of a part of a kernel that masks by R2P.
+
+    Args:
+      code: The part.
+      before: What runs before it and makes the weights that it masks; None where it masks the scores.
 
     Raises:
       sass.SassError: There is no matmul that begins a block's scores, or bits are used in an unknown way.
     """
-    scores = _score_registers(code)
+    if before is None:
+        scores, hidden = {register: place for place, register in enumerate(_score_registers(code))}, "-INF"
+    else:
+        scores, hidden = _weight_registers(before), "RZ"
     words = _find_words(code)
     makers: dict[str, sass.Instruction] = {}
     live: dict[str, Source] = {}
     saved: dict[str, Source] = {}
     tests, selections = [], []
     for instruction in code.instructions:
-        if (selection := _selection(instruction, live, scores)) is not None:
+        if (selection := _selection(instruction, live, scores, hidden)) is not None:
             selections.append(selection)
         if (test := _test(instruction, makers, words)) is not None:
             tests.append(test)
@@ -166,6 +179,31 @@ def _score_registers(code: sass.Code) -> range:
     raise sass.SassError("no HGMMA that overwrites its accumulator: where are the scores?")
 
 
+def _weight_registers(code: sass.Code) -> dict[int, int]:
+    """Place of the score from which each register's number was made, of those that hold such a number."""
+    first = _score_registers(code)
+    places: dict[int, int] = {}
+    begun = False
+    for instruction in code.instructions:
+        if not begun:
+            # All matmuls of the scores have the accumulator of the first.
+            begun = instruction.is_a("HGMMA") and instruction.operands.startswith(f"R{first.start},")
+            places = {register: place for place, register in enumerate(first)} if begun else {}
+            continue
+        written = _WRITTEN_REGISTER.match(instruction.operands)
+        if written is None or instruction.is_a("HGMMA"):
+            continue
+        source = None
+        if instruction.opcode.startswith(_EXPONENTIAL):
+            read = (int(register[1:]) for register in _READ_REGISTER.findall(instruction.operands))
+            source = next((places[register] for register in read if register in places), None)
+        if source is None:
+            places.pop(int(written[0][1:]), None)
+        else:
+            places[int(written[0][1:])] = source
+    return places
+
+
 def _test(
     instruction: sass.Instruction,
     makers: dict[str, sass.Instruction],
@@ -190,9 +228,11 @@ def _test(
     return None
 
 
-def _selection(instruction: sass.Instruction, live: dict[str, Source], scores: range) -> Selection | None:
+def _selection(
+    instruction: sass.Instruction, live: dict[str, Source], scores: dict[int, int], hidden: str
+) -> Selection | None:
     match = _SELECT.match(instruction.operands) if instruction.is_a("FSEL") else None
-    if match is None or match["predicate"] not in live:
+    if match is None or match["hidden"] != hidden or match["predicate"] not in live:
         return None
     source = live[match["predicate"]]
     if source.test.inverse != (match["inverse"] == "!"):
@@ -201,7 +241,7 @@ def _selection(instruction: sass.Instruction, live: dict[str, Source], scores: r
     if register not in scores:
         raise sass.SassError(f"{instruction.operands} selects no score")
     # Two neighbours of the first row, two of the second, the next two of the first, ...
-    pair, place = divmod(register - scores.start, 4)
+    pair, place = divmod(scores[register], 4)
     return Selection(instruction, source.test, source.bit, row=place // 2, element=2 * pair + place % 2)
 
 

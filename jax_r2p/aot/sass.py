@@ -128,6 +128,17 @@ class Kernel(Code):
         """
         return _divide_round(self, outer, inner)
 
+    def skipped(self, loop: Loop, opcode: str) -> tuple[Code, Code]:
+        """The one part of `loop` with `opcode`, which some rounds jump over, and what runs before it.
+
+        Returns:
+          The part, straight code; and the instructions that every round runs through before it, in order.
+
+        Raises:
+          SassError: There are several such parts or none, or a round cannot jump over it.
+        """
+        return _skipped(self, loop, opcode)
+
 
 def find_nvdisasm() -> pathlib.Path:
     """Returns the disassembler of the installed package, or else the one on PATH.
@@ -233,6 +244,25 @@ def _divide_round(kernel: Kernel, outer: Loop, inner: Sequence[Loop]) -> tuple[C
     blocks = _blocks(kernel, _flow(kernel))
     leading = _reachable(order[0].head, predecessors) - {order[0].head}
     return Code(tuple(i for block in sorted(leading) for i in blocks[block])), tuple(order)
+
+
+def _skipped(kernel: Kernel, loop: Loop, opcode: str) -> tuple[Code, Code]:
+    body = {instruction.address for instruction in loop.instructions}
+    flow = _flow(kernel)
+    successors = {block: targets & body for block, targets in flow.items() if block in body}
+    blocks = _blocks(kernel, flow)
+    holding = [block for block in successors if opcode in Code(tuple(blocks[block]))]
+    if len(holding) != 1:
+        raise SassError(f"{len(holding)} parts of the loop at {loop.head:#x} have {opcode}, expected one")
+    (part,) = holding
+    before = _reversed(successors)[part]
+    # Whoever comes to the part has a way around it, to where the part goes on.
+    if len(before) != 1 or len(flow[part]) != 1 or not flow[part] < flow[next(iter(before))]:
+        raise SassError(f"the {opcode} at {part:#x} stand behind no branch that skips them")
+    predecessors = _reversed(successors)
+    dominators = _dominators(loop.head, successors, predecessors)
+    always = sorted(dominators[part] - {part}, key=lambda block: len(dominators[block]))
+    return Code(tuple(blocks[part])), Code(tuple(i for block in always for i in blocks[block]))
 
 
 def _reachable(start: int, successors: Mapping[int, set[int]]) -> set[int]:

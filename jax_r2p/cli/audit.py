@@ -3,7 +3,9 @@
 For each variant, for the whole kernel and for each of its loops over key blocks: how many instructions there
 are in all and of each kind, in the shipped kernel (with R2P), in the same kernel compiled with integer
 compares an element (without R2P), and the difference. Only loops cost time; what stands outside them runs
-once a tile, or never.
+once a tile, or never. Backward kernels, which have one loop, over query tiles, are counted as they are
+shipped; their step is counted with the part that masks, and that part once more by itself. In their masks a
+row is a key and a column a query.
 
 Needs no GPU. The disassembler comes with `pip install 'jax_r2p[audit]'`, the compiler for the kernels without
 R2P with `pip install 'jax_r2p[aot]'`; those are compiled once and kept in the user's cache folder.
@@ -15,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_r2p._manifest import Variant, load_manifest, package_file, read_cubin
 from jax_r2p.cli.output import EXIT_FAILED, CommandError, UsageError, print_json, print_table, progress
 
-DEFAULT = ("fwd_bf16_d128_none", "fwd_bf16_d128_causal", "fwd_bf16_d128_window")
+DEFAULT = ("fwd_bf16_d128_none", "fwd_bf16_d128_causal_wide", "fwd_bf16_d128_window")
 """One of each mask: the end of the sequence alone, causal, window."""
 
 WITHOUT, WITH, DIFFERENCE = "without", "with R2P", "difference"
@@ -93,14 +95,25 @@ def _choose(options: argparse.Namespace) -> list[Variant]:
 # Tables ----------------------------------------------------------------------------------------------------
 
 
+def _gated(chosen: Sequence[Variant]) -> dict[str, dict[str, dict[str, int]]]:
+    """The counts that are compared with the expected ones."""
+    from jax_r2p.aot import audit
+
+    cubins = {variant.name: read_cubin(variant) for variant in chosen}
+    return _count(chosen, cubins, {variant.name: audit.gated(variant.role) for variant in chosen})
+
+
 def _tables(chosen: Sequence[Variant], options: argparse.Namespace) -> int:
     from jax_r2p.aot import audit
 
-    built = {} if options.no_compare else _compile_without(chosen, options)
-    shipped = _count(chosen, {variant.name: read_cubin(variant) for variant in chosen}, audit.OPCODES)
+    # Backward kernels mask in no other way.
+    forward = [variant for variant in chosen if variant.role == "forward" and not options.no_compare]
+    built = _compile_without(forward, options) if forward else {}
+    opcodes = dict.fromkeys((variant.name for variant in chosen), audit.OPCODES)
+    shipped = _count(chosen, {variant.name: read_cubin(variant) for variant in chosen}, opcodes)
     compared, facts = {}, {}
     if built:
-        compared = _count(chosen, {name: cubin for name, (_, cubin) in built.items()}, audit.OPCODES)
+        compared = _count(forward, {name: cubin for name, (_, cubin) in built.items()}, opcodes)
         facts = {name: variant for name, (variant, _) in built.items()}
     documents = [
         _document(variant, shipped[variant.name], compared.get(variant.name), facts.get(variant.name))
@@ -133,16 +146,18 @@ def _compile_without(
 
 
 def _count(
-    chosen: Sequence[Variant], cubins: dict[str, bytes], opcodes: Sequence[str]
+    chosen: Sequence[Variant], cubins: dict[str, bytes], opcodes: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts by variant and part."""
+    """Counts by variant and part, of the instructions asked for of each variant."""
     from jax_r2p.aot import audit, sass
 
     with progress("disassembling", len(chosen)) as advance:
         counts = {}
         for variant in chosen:
             kernel = sass.disassemble(cubins[variant.name])
-            counts[variant.name] = audit.count_parts(kernel, variant.mask, opcodes)
+            counts[variant.name] = audit.count_parts(
+                kernel, variant.mask, opcodes[variant.name], variant.role
+            )
             advance(variant.name)
     return counts
 
@@ -162,6 +177,7 @@ def _document(
 
     return {
         "name": variant.name,
+        "role": variant.role,
         "mask": variant.mask,
         "tile_m": variant.tile_m,
         "tile_n": variant.tile_n,
@@ -217,9 +233,10 @@ def _show(chosen: Sequence[Variant], options: argparse.Namespace) -> int:
     documents = []
     for variant in chosen:
         kernel = sass.disassemble(read_cubin(variant))
-        for part, code in audit.parts(kernel, variant.mask).items():
-            if part != audit.WHOLE and "R2P" in code:
-                documents.append(mask_sites.document(variant.name, part, mask_sites.trace(code)))
+        for part, code in audit.parts(kernel, variant.mask, variant.role).items():
+            if part not in (audit.WHOLE, audit.STEP) and "R2P" in code:
+                site = audit.mask_site(kernel, part, code)
+                documents.append(mask_sites.document(variant.name, part, site))
     if options.json:
         print_json({"sites": documents})
         return 0
@@ -243,7 +260,7 @@ def _check(chosen: Sequence[Variant], options: argparse.Namespace) -> int:
     from jax_r2p.aot import audit
 
     expected = audit.load_expected()
-    found = _count(chosen, {variant.name: read_cubin(variant) for variant in chosen}, audit.GATED)
+    found = _gated(chosen)
     problems = [
         line for name, parts in found.items() for line in audit.deviations(name, parts, expected.get(name))
     ]
@@ -260,7 +277,7 @@ def _update(chosen: Sequence[Variant], options: argparse.Namespace) -> int:
     path = pathlib.Path(str(package_file("aot", audit.EXPECTED_FILE)))
     shipped = {variant.name for variant in load_manifest().variants}
     old = audit.load_expected() if path.exists() else {}
-    found = _count(chosen, {variant.name: read_cubin(variant) for variant in chosen}, audit.GATED)
+    found = _gated(chosen)
     changes = [line for name, parts in found.items() for line in audit.deviations(name, parts, old.get(name))]
     kept = {name: parts for name, parts in old.items() if name in shipped}
     try:

@@ -334,7 +334,7 @@ def _check_registration() -> Finding:
         _ffi.register()
     except (RuntimeError, ValueError) as error:  # InstallationError is one; others are XLA's
         return Finding("XLA", "problem", f"does not accept the library: {first_line(error)}")
-    return Finding("XLA", "ok", f"has registered {_ffi.TARGET}")
+    return Finding("XLA", "ok", f"has registered {_ffi.TARGET} and {_ffi.BACKWARD_TARGET}")
 
 
 # The kernels.
@@ -346,8 +346,12 @@ def _check_calls(variants: Sequence[Variant]) -> Finding:
     for variant in variants:
         call = trial.call_of(variant)
         explanation = jax_r2p.explain(*call.arrays, **call.keywords)
-        if (explanation.implementation, explanation.variant) != ("r2p", variant.name):
-            return Finding("calls", "problem", f"a call for {variant.name} does not run it. {explanation}")
+        chosen = call.chosen()
+        if explanation.implementation != "r2p" or chosen != variant:
+            detail = f"a call for {variant.name} does not run it. {explanation}"
+            if variant.role == "backward":
+                detail += f" Its gradients: {chosen if isinstance(chosen, str) else chosen.name}."
+            return Finding("calls", "problem", detail)
     return Finding("calls", "ok", f"each of the {len(variants)} kernels is chosen by calls")
 
 

@@ -1,7 +1,8 @@
 """Check that the kernels will be used here, or say why not.
 
 Looks at the versions of jax, jaxlib and the NVIDIA driver, at the GPUs, and at every file of the package.
-Where there is a Hopper GPU, each kernel is run once on it and compared with the reference. The last line is
+Where there is a Hopper GPU, each kernel is run once on it and compared with the reference: forward kernels by
+what they compute, backward kernels by the gradients. The last line is
 the verdict.
 
 Exit status: 0 if the kernels will be used, 1 otherwise; 2 after wrong arguments.

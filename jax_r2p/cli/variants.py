@@ -2,7 +2,8 @@
 
 Head dims are those that a kernel takes, of query and key and, if they differ, of value and out; a call runs
 in the narrowest kernel that takes its own. A mask "window>=512" is for windows in which a query sees 512 keys
-or more. Tiles are queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor
+or more. The role is what a kernel computes: "forward" attention, "backward" the gradients by query, key and
+value. Tiles are queries x keys. "CTAs an SM" counts the thread blocks that fit on a multiprocessor
 together. Shared memory is bytes of a thread block; registers and spills (in bytes) are of a thread. Needs
 neither jax nor a GPU.
 
@@ -23,6 +24,7 @@ _HASH_DIGITS = 12
 
 _HEADER = (
     "name",
+    "role",
     "dtype",
     "mask",
     "head dims",
@@ -35,7 +37,7 @@ _HEADER = (
     "bytes",
     "sha256",
 )
-_WORDS = 3
+_WORDS = 4
 """Leading columns that are words."""
 
 
@@ -74,6 +76,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
     widths = dict.fromkeys((variant.head_dim, variant.value_head_dim))
     return (
         variant.name,
+        variant.role,
         variant.dtype,
         variant.mask + (f">={variant.least_span}" if variant.least_span else ""),
         "/".join(f"{HEAD_DIM_MULTIPLE}-{width}" for width in widths),

@@ -49,9 +49,6 @@ DQ_COLUMNS = 64
 DQ_PART = WARPGROUP_ROWS * DQ_COLUMNS
 """Elements of dQ that it hands over at a time."""
 
-FAR = 1 << 30
-"""Further than any query or key: the bound of a key that is not there."""
-
 DS_STAGES = 2
 """Tiles of dS in shared memory. With two, one barrier a step is enough: a warp that writes the tile of step i
 has passed the barrier of step i - 1, at which all others had finished reading the tile of step i - 2."""
@@ -1002,14 +999,16 @@ class AttentionBackward:
         """
         above, below = [], []
         for r in range(2):
-            index = key_index + 8 * r
-            # Query i sees the key iff first <= i <= index - offset + left.
-            base = index - (work.key_length - work.query_length)
-            right = self._right_bound(work)
-            first = Int32(0) if right is None else base - right
-            above.append(cutlass.select_(index < work.key_length, first, Int32(FAR)) - origin)
-            if self.has_left:
-                below.append(base + work.window_left + 1 - origin)
+            first, end = blocks.query_limits(
+                key_index + 8 * r,
+                query_length=work.query_length,
+                key_length=work.key_length,
+                left=work.window_left if self.has_left else None,
+                right=self._right_bound(work),
+            )
+            above.append(first - origin)
+            if end is not None:
+                below.append(end - origin)
         mask.apply_r2p(weights, below=tuple(below), above=tuple(above), hidden=0.0)
 
     def round_weights(self, registers: Registers) -> None:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 Index = Any
 """A plain int, or the compiler's Int32."""
 
+FAR = 1 << 30
+"""Further than any query: the bound of a key that is not there."""
+
 
 def _choose(python_function: Any, name: str, a: Index, b: Index) -> Index:
     if isinstance(a, int) and isinstance(b, int):
@@ -189,3 +192,15 @@ def last_block(
     if right is not None:
         last_key = minimum(last_key, first_row + tile_m - 1 + (key_length - query_length) + right)
     return last_key // tile_n
+
+
+def query_limits(
+    key: Index, *, query_length: Index, key_length: Index, left: Index | None, right: Index | None
+) -> tuple[Index, Index | None]:
+    """First query that sees `key`, and the first after it that does not, None for the end of the queries.
+
+    Both may be negative. They do not stop at the queries: rows beyond them have weights of 0.
+    """
+    offset = key_length - query_length
+    first = select(key < key_length, 0 if right is None else key - offset - right, FAR)
+    return first, None if left is None else key - offset + left + 1

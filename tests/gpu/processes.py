@@ -1,4 +1,5 @@
-"""What the tests of fresh processes run: `python processes.py first INDEX OUT.npz` or `... replay OUT.npz`.
+"""What the tests of fresh processes run: `python processes.py first INDEX OUT.npz`, `... replay OUT.npz` or
+`... gradients OUT.npz`.
 
 A process of its own is needed where the first call counts, or where XLA's flags do.
 """
@@ -112,10 +113,34 @@ def _replay(path: str) -> None:
             keep.append(arrays)
         results += program(arrays)
     _save(path, results)
-    print(_launches_of(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
+    print(count_launches(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
 
 
-def _launches_of(function, runs: int) -> int:
+def _gradients(path: str) -> None:
+    """Gradients of several calls in one program, from three runs; prints launches as `_replay` does."""
+    import jax
+    import numpy as np
+    from test_backward import GRAPH_CALLS, operands, random_cotangents, vjp
+
+    given = []
+    for call in GRAPH_CALLS:
+        p = call.problem()
+        given.append(operands(p, random_cotangents(p)))
+    arrays = jax.device_put(given)
+
+    @jax.jit
+    def program(arrays):
+        return [
+            vjp(*x, **call.keywords(), deterministic=True)
+            for call, x in zip(GRAPH_CALLS, arrays, strict=True)
+        ]
+
+    runs = [jax.tree.leaves(program(arrays)) for _ in range(3)]
+    np.savez(path, *(np.asarray(x).view(np.uint16) for run in runs for x in run))
+    print(count_launches(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
+
+
+def count_launches(function, runs: int) -> int:
     """How many kernels the library launched while `function` ran on the same buffers `runs` times.
 
     A graph that is replayed does not come by the library again.
@@ -140,4 +165,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "first":
         _first(int(sys.argv[2]), sys.argv[3])
     else:
-        _replay(sys.argv[2])
+        {"replay": _replay, "gradients": _gradients}[sys.argv[1]](sys.argv[2])

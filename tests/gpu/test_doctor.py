@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
+import pytest
 from command_line import copy_package, run_command
 
 from jax_r2p._manifest import FILE_NAME, FOLDER, load_manifest
@@ -39,10 +40,12 @@ def test_altered_cubin_is_named_and_the_others_run(tmp_path):
     assert checks["runs"]["detail"].startswith(f"{len(VARIANTS) - 1} kernels ran on GPU ")
 
 
-def test_cubin_that_the_driver_refuses_is_named(tmp_path):
-    """Its hash is right, so that only loading it can tell; the others run."""
+@pytest.mark.parametrize("role", ["forward", "backward"])
+def test_cubin_that_the_driver_refuses_is_named(tmp_path, role):
+    """Its hash is right, so that only loading it can tell; the others run, those of the other role too."""
     package = copy_package(tmp_path)
-    refused, cubin = VARIANTS[-1], b"no machine code"
+    refused = next(variant for variant in VARIANTS if variant.role == role)
+    cubin = b"no machine code"
     (package / FOLDER / refused.file).write_bytes(cubin)
     manifest = json.loads((package / FOLDER / FILE_NAME).read_text())
     row = next(row for row in manifest["variants"] if row["name"] == refused.name)

@@ -65,6 +65,14 @@ def test_around_tiles(dtype, h, mask):
     check([Call(t=t, h=h, dtype=dtype, seed=t, **MASKS[mask]) for t in AROUND])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "least"), [(64, 3072), (128, 768)])
+def test_around_tiles_of_long_causal_calls(dtype, h, least):
+    """They have kernels of their own."""
+    queries = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 385)
+    check([Call(t=t, s=least + t % 5 * 31, h=h, dtype=dtype, is_causal=True) for t in queries])
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("h", HEAD_DIMS)
 @pytest.mark.parametrize("lengths", CHUNKS, ids=lambda x: f"{x[0]}-{x[-1]}")

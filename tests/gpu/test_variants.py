@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import pytest
 from harness import Call, check
 
 import jax_r2p
-from jax_r2p._manifest import load_manifest
+from jax_r2p import _dispatch
+from jax_r2p._manifest import Role, Variant, load_manifest
+from jax_r2p._spec import AttentionSpec
 
 CALLS = [
     Call(t=300, s=260, n=4, k=2, h=h, hv=hv, dtype=dtype, **mask)
@@ -21,6 +25,12 @@ CALLS += [
     Call(t=t, s=s, n=4, k=2, h=128, dtype=dtype, window=window)
     for dtype in ("bfloat16", "float16")
     for t, s, window in ((300, 900, (520, 7)), (1400, 1300, (511, 0)), (700, 1024, (600, 600)))
+]
+# Long causal calls, in larger tiles.
+CALLS += [
+    Call(t=300, s=s, n=4, k=2, h=h, dtype=dtype, is_causal=True)
+    for dtype in ("bfloat16", "float16")
+    for h, s in ((64, 3100), (128, 800))
 ]
 
 
@@ -42,8 +52,18 @@ def test_explain_says_the_kernel_runs(call):
 
 
 def test_every_shipped_variant_is_used():
-    shipped = {variant.name for variant in load_manifest().variants}
-    assert {_explain(call).variant for call in CALLS} == shipped
+    """Backward kernels by the gradients of these calls, whose values test_backward.py compares."""
+    shipped = {role: {v.name for v in load_manifest().variants if v.role == role} for role in get_args(Role)}
+    assert {_explain(call).variant for call in CALLS} == shipped["forward"]
+    chosen = [_backward_kernel(call) for call in CALLS if call.h <= 128]
+    assert {variant.name for variant in chosen if isinstance(variant, Variant)} == shipped["backward"]
+
+
+def _backward_kernel(call: Call) -> Variant | str:
+    p = call.problem()
+    shapes = (p.query.shape, p.key.shape, p.value.shape)
+    spec = AttentionSpec(left=p.left, right=p.right)
+    return _dispatch.choose(spec, *shapes, p.query.dtype, _dispatch.HOPPER, role="backward")
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
