@@ -48,14 +48,15 @@ queued.
 SHAPES = {
     "fwd_bf16_d64_window": ((192, 128, 1, 32, 160), (128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
     "fwd_bf16_d128_window": ((128, 128, 1, 24, 240), (128, 64, 1, 24, 240)),
-    "fwd_bf16_d64_causal": ((192, 64, 1, 32, 160), (128, 128, 1, 24, 240)),
-    "fwd_bf16_d128_causal": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
+    "fwd_bf16_d128_window_wide": ((64, 64, 2, 24, 232), (128, 64, 1, 24, 240)),
+    "fwd_bf16_d64_causal_wide": ((192, 64, 1, 32, 160), (128, 128, 1, 24, 240)),
+    "fwd_bf16_d128_causal_wide": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
 }
-"""Other tiles for a variant: tile_m, tile_n, CTAs an SM, registers of a producer and of a consumer thread."""
+"""Other tiles for a kernel: tile_m, tile_n, CTAs an SM, registers of a producer and of a consumer thread."""
 
 
 def kernel_rows() -> Iterator[VariantRow]:
-    """Every kernel that is compared with a shipped one. Names: the variant's, tiles, blocks, lowering."""
+    """Every kernel that is compared with a shipped one. Names: that one's, tiles, blocks, lowering."""
     for name in dict.fromkeys(case.kernels[0] for case in cases()):
         row = VARIANTS[name]
         every = with_every_block_masked(row)
@@ -103,7 +104,7 @@ def build(options: argparse.Namespace) -> int:
 class Case:
     """A workload, the kernels that are compared on it, and whether its arrays stay in the L2 cache.
 
-    The first of the kernels is the shipped one.
+    The first of the kernels is the one that the package runs on it.
     """
 
     workload: Workload
@@ -137,7 +138,7 @@ def cases() -> list[Case]:
 
 
 def _kernels(w: Workload) -> Iterator[str]:
-    base = f"fwd_bf16_d{w.head_dim}_{bundle.mask_of(w)}"
+    base = bundle.shipped(w).name
     yield from (base, base + COMPARE, base + EVERY, base + EVERY + COMPARE)
     for tile_m, tile_n, min_blocks, _, _ in SHAPES.get(base, ()):
         name = f"{base}_{tile_m}x{tile_n}x{min_blocks}"
@@ -556,6 +557,8 @@ def plot(table: Table, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -585,8 +588,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--plot", type=Path, help="write the plot to this file")
     command.set_defaults(do=show)
     options = parser.parse_args(arguments)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return options.do(options)
 
 

@@ -100,6 +100,24 @@ def mask_of(w: Workload) -> str:
     return "window" if w.window else "causal" if w.is_causal else "none"
 
 
+def shipped(w: Workload) -> Variant:
+    """The shipped forward kernel that a call of a workload runs."""
+    import numpy as np
+    from jax.numpy import bfloat16
+
+    from jax_r2p import _dispatch
+
+    query, key, value = (
+        (w.batch, w.length, w.heads, w.head_dim),
+        (w.batch, w.length, w.kv_heads, w.head_dim),
+        (w.batch, w.length, w.kv_heads, w.value_head_dim),
+    )
+    choice = _dispatch.choose(bounds(w), query, key, value, np.dtype(bfloat16), _dispatch.HOPPER)
+    if isinstance(choice, str):
+        raise LookupError(f"{w.name}: {choice}")
+    return choice
+
+
 def bounds(w: Workload) -> AttentionSpec:
     """The visible keys of a workload."""
     left, right = (None, None) if w.window is None else w.window

@@ -1,4 +1,4 @@
-"""Find the tiles of a kernel: compile candidates here, time them on a GPU host, print the table.
+"""Find the tiles of a forward kernel: compile candidates here, time them on a GPU host, print the table.
 
     python benchmarks/tune.py build DIR --variant fwd_bf16_d128_causal      needs no GPU
     python benchmarks/tune.py run DIR --out rows.jsonl --commit $(git rev-parse HEAD)
@@ -7,7 +7,8 @@
 `build` goes through all combinations of tile_m, tile_n, CTAs on an SM and place of the query, says of each
 that cannot fit why, by arithmetic and before compiling it, and compiles the others into one folder, on all
 processors. `run` times them in turns, with the shipped kernel, on every workload of `jax-r2p bench` that has
-these head dims and this mask. The table names each candidate as in `jax_r2p/aot/variants.py`.
+these head dims and this mask, also on those for whose length another kernel is chosen. The table names each
+candidate as in `jax_r2p/aot/variants.py`. Backward kernels have other choices and are not for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import bundle
 
 from jax_r2p._manifest import FILE_NAME, parse_manifest
-from jax_r2p.aot.variants import VARIANTS, VariantRow
+from jax_r2p.aot.variants import FORWARD, VariantRow
 from jax_r2p.bench import workloads
 from jax_r2p.cli.output import print_table, progress
 from jax_r2p.kernels.config import MAX_CONSUMER_WARPGROUPS, REGISTER_FILE, WARPGROUP, WARPGROUP_ROWS
@@ -78,7 +79,7 @@ def candidates(base: VariantRow) -> Iterator[tuple[str, VariantRow | str]]:
 
 def build(options: argparse.Namespace) -> int:
     """Compiles what fits."""
-    base = VARIANTS[options.variant]
+    base = FORWARD[options.variant]
     found = dict(candidates(base))
     rows = {name: row for name, row in found.items() if isinstance(row, VariantRow)}
     if options.only:
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     names = [v.name for v in parse_manifest((options.folder / FILE_NAME).read_text("utf-8")).variants]
     variants = bundle.register(options.folder)
     first = variants[names[0]]
-    shipped = max((name for name in VARIANTS if names[0].startswith(name)), key=len)
+    shipped = max((name for name in FORWARD if names[0].startswith(name)), key=len)
     served = [
         w
         for w in workloads.select(options.cases)
@@ -176,7 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("build")
     command.add_argument("folder", type=Path)
-    command.add_argument("--variant", required=True, metavar="NAME", choices=list(VARIANTS))
+    command.add_argument(
+        "--variant", required=True, metavar="NAME", choices=list(FORWARD), help="a forward kernel"
+    )
     command.add_argument("--only", nargs="+", metavar="SUFFIX", help="ends of names, e.g. 128x128x1q")
     command.set_defaults(do=build)
     command = commands.add_parser("run")

@@ -107,6 +107,16 @@ def test_gain():
     assert ablation.gain(fast, fast) == (0, 0, 0)
 
 
+def test_cases_start_with_the_kernel_that_runs():
+    """By the width of what a row sees, for causal masks and windows alike."""
+    first = {case.name: case.kernels[0] for case in ablation.cases()}
+    assert first["causal_d64_s8192"] == "fwd_bf16_d64_causal_wide"
+    assert first["causal_d128_s8192"] == "fwd_bf16_d128_causal_wide"
+    assert first["local64_d128_s8192"] == "fwd_bf16_d128_window"
+    assert first["local1024_d128_s8192"] == "fwd_bf16_d128_window_wide"
+    assert set(ablation.SHAPES) <= set(first.values())
+
+
 def test_kernels_of_every_case_are_built_or_shipped():
     rows = list(ablation.kernel_rows())
     names = [row.name for row in rows]
@@ -183,7 +193,7 @@ def test_lowering_section(rows):
     assert [row["published gain, H100"] for row in table] == ["-0.4%", "+13.9%", ""]
     for row, case in zip(table, ("causal_d128_s8192", "local64_d64_s8192"), strict=False):
         [w] = workloads.select(case)
-        variant = SHIPPED[f"fwd_bf16_d{w.head_dim}_{'causal' if w.is_causal else 'window'}"]
+        variant = bundle.shipped(w)
         assert row["tile"].startswith(f"{variant.tile_m} x {variant.tile_n}")
         visited = ablation.visits(w, variant)
         assert row["masked blocks"] == f"{1 - visited[audit.INTERIOR] / sum(visited.values()):.0%}"
@@ -199,7 +209,7 @@ def test_blocks_section(rows):
     assert {row["gain (middle half)"] for row in table} == {"+100.0% (+100.0% to +100.0%)"}
     # 1 ms more, of 132 SMs, over the unmasked blocks of 4 x 16 heads.
     case = next(case for case in ablation.cases() if case.name == CASES[0])
-    unmasked = ablation.visits(case.workload, SHIPPED["fwd_bf16_d128_causal"])[audit.INTERIOR]
+    unmasked = ablation.visits(case.workload, SHIPPED["fwd_bf16_d128_causal_wide"])[audit.INTERIOR]
     assert table[0]["a masked block more, ns of an SM"] == f"{1e6 * 132 / (unmasked * 4 * 16):.0f}"
     assert [row["R2P gain, every block masked"] for row in table[:2]] == ["+25.0% (+25.0% to +25.0%)", ""]
 
@@ -207,7 +217,7 @@ def test_blocks_section(rows):
 def test_tiles_section(rows):
     _, header, lines = ablation.tiles_section(report.by_case(report.read_rows(rows)))
     table = [dict(zip(header, line, strict=True)) for line in lines if line[0] == CASES[0]]
-    shapes = ablation.SHAPES["fwd_bf16_d128_causal"]
+    shapes = ablation.SHAPES["fwd_bf16_d128_causal_wide"]
     assert [row["tile"].endswith(" shipped") for row in table] == [True] + [False] * len(shapes)
     for row, (tile_m, tile_n, ctas, *_) in zip(table[1:], shapes, strict=True):
         assert row["tile"] == f"{tile_m} x {tile_n}" + (f", {ctas} CTAs an SM" if ctas > 1 else "")

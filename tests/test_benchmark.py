@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from numerics import bounds, visible
 
+from jax_r2p import _dispatch
+from jax_r2p._manifest import load_manifest
 from jax_r2p.bench import cold, environment, measure, report, rivals, workloads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,12 +43,30 @@ def test_flops_of_known_cases():
     assert wide.bytes_moved() == 2 * 4 * 8192 * 2 * 10 * (192 + 128) + 4 * 4 * 8192 * 10
     # 4 tensors of 128 MiB, and a float32 a row
     assert full.bytes_moved() == 4 * 2**27 + 4 * 4 * 8192 * 16
+    assert workloads.MATMUL.flops() == 2 * 8192**3
+    assert workloads.MATMUL.bytes_moved() == 3 * 2**27
+
+
+def test_flops_of_training():
+    """Five matmuls for the backward pass, and 12 tensors in all: 4 forward, 5 read and 3 written backward."""
+    for w in workloads.select("training"):
+        assert _training(w).flops() == 3.5 * w.flops()
+    full = _training(workloads.select("full_d128_s8192")[0])
+    assert full.bytes_moved() == 12 * 2**27 + 2 * 4 * 4 * 8192 * 16
+    wide = _training(workloads.select("causal_d192v128_s8192")[0])
+    assert wide.flops() == 2 * 4 * 10 * (4 * 192 + 3 * 128) * (8192 * 8193 // 2)
+
+
+def _training(w):
+    return dataclasses.replace(w, training=True)
 
 
 def test_table_of_workloads():
     names = [w.name for w in workloads.WORKLOADS]
     assert len(names) == len(set(names))
     assert set(workloads.HEADLINE) <= set(names)
+    assert len(workloads.select("training")) == len(workloads.TRAINING) == 10
+    assert workloads.MATMUL_WITH in workloads.TRAINING
     for w in workloads.WORKLOADS:
         assert w.heads % w.kv_heads == 0
         if w.length >= 512:
@@ -99,6 +120,84 @@ def test_a_rival_that_is_missing_or_refuses_is_listed():
 
     answer = rivals.prepare(_rival("broken", lack), w, (1.0, 1.0, 1.0))
     assert answer.reason == "refused: ModuleNotFoundError: No module named 'its_compiler'"
+
+
+@pytest.mark.parametrize("name", [rivals.OURS, rivals.DETERMINISTIC])
+def test_gradients_without_a_backward_kernel_are_not_timed(name, monkeypatch):
+    """By the table of kernels, here one without wide heads, and before anything is compiled."""
+    manifest = load_manifest()
+    few = tuple(v for v in manifest.variants if v.role == "forward" or v.head_dim <= 128)
+    monkeypatch.setattr(_dispatch, "load_manifest", lambda: dataclasses.replace(manifest, variants=few))
+    for w in map(_training, (*workloads.WORKLOADS, *workloads.LENGTHS)):
+        answer = rivals.RIVALS[name].lacks(w)
+        assert (answer is None) == (max(w.head_dim, w.value_head_dim) <= 128), w
+        if answer:
+            found = rivals.prepare(rivals.RIVALS[name], w, ())
+            assert found == rivals.Unavailable(f"not timed: {answer}")
+            assert "no backward kernel" in found.reason
+
+
+def test_what_is_for_training_only():
+    assert rivals.DETERMINISTIC in [rival.name for rival in rivals.select("default", pass_="training")]
+    assert rivals.DETERMINISTIC not in [rival.name for rival in rivals.select("default")]
+    with pytest.raises(ValueError, match="got 'jax_r2p_deterministic'"):
+        rivals.select(rivals.DETERMINISTIC)
+
+
+def test_deterministic_gradients_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        rivals.jax_r2p, "attention", lambda q, k, v, **arguments: asked.append(arguments["deterministic"])
+    )
+    [w] = workloads.select("causal_d128_s113")
+    for name in (rivals.OURS, rivals.DETERMINISTIC):
+        rivals.RIVALS[name].build(w)(None, None, None)
+    assert asked == [False, True]
+
+
+def test_inputs_are_random_and_of_the_shapes_of_a_workload():
+    w = dataclasses.replace(workloads.select("causal_d192v128_s8192")[0], batch=1, length=16, kv_heads=5)
+    query, key, value = (1, 16, 10, 192), (1, 16, 5, 192), (1, 16, 5, 128)
+    for each, shapes in ((w, [query, key, value]), (_training(w), [query, key, value, (1, 16, 10, 128)])):
+        first, second = measure.input_sets(each, 0, least_bytes=0)
+        assert [x.shape for x in first] == shapes
+        arrays = [np.asarray(x, np.float32) for x in (*first, *second)]
+        assert all(0.8 < x.std() < 1.2 for x in arrays)
+        assert len({x.tobytes()[:64] for x in arrays}) == len(arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "kv_heads": 2},
+        {"window": (5, 0)},
+        {"window": (7, 9), "kv_heads": 1},
+    ],
+)
+def test_error_of_gradients(change):
+    """Tiny for the right ones; that of the worst of the three for others, and NaN for NaN."""
+    w = workloads.Workload(
+        name="small",
+        batch=2,
+        length=33,
+        heads=4,
+        **{"kv_heads": 4, **change},
+        head_dim=32,
+        value_head_dim=16,
+        training=True,
+    )
+    arrays = [x.astype(np.float32) for x in measure.input_sets(w, 0, least_bytes=0)[0]]
+    right = rivals.RIVALS["reference"].timed(w)
+    assert measure.relative_error(right, w, arrays) < 1e-5
+    for place in range(3):
+
+        def wrong(*arrays, factor=1.25, place=place):
+            return [x * (factor if i == place else 1) for i, x in enumerate(right(*arrays))]
+
+        assert measure.relative_error(wrong, w, arrays) == pytest.approx(0.25, rel=1e-4)
+        assert np.isnan(measure.relative_error(lambda *arrays, f=wrong: f(*arrays, factor=np.nan), w, arrays))
 
 
 def test_cold_start_of_a_rival_that_is_missing():
@@ -173,8 +272,23 @@ def test_rivals_take_turns():
 
 def test_host_bound():
     samples = measure.Samples
-    assert samples(10, total=[1.0, 1.1], queued=[0.95, 1.0]).host_bound()
-    assert not samples(10, total=[1.0, 1.1], queued=[0.1, 0.2]).host_bound()
+    assert samples(10, total=[1.0, 1.1], queued=[0.95, 1.0], host=[0.95, 1.0]).host_bound()
+    # What is queued late because so much is under way already has not waited for the host.
+    assert not samples(100, total=[1.0, 1.1], queued=[0.9, 0.9], host=[0.1, 0.2]).host_bound()
+
+
+def test_host_time_is_that_of_the_first_calls(monkeypatch):
+    """16 calls at 1 s each, and 4 more at 10 s, as if each waited for one before."""
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    calls = []
+
+    def f(x):
+        calls.append(x)
+        clock[0] += 1.0 if len(calls) <= 1 + measure.HOST_CALLS else 10.0
+        return np.zeros(())
+
+    assert measure._sample(f, [(0,)], 20) == (56e3 / 20, 56e3 / 20, 1e3)
 
 
 def _rows():
@@ -241,6 +355,81 @@ def test_what_the_cells_leave_out():
     ]
 
 
+def _training_rows():
+    """One case with every kind of cell, one without a kernel, and the matmul."""
+    full, wide = (
+        _training(w)
+        for w in (workloads.select("full_d128_s8192")[0], workloads.select("causal_d256_s8192")[0])
+    )
+    rows = [
+        report.timed_row(full, "jax_r2p", 12.0, [12.0], host_ms=0.0205),
+        report.timed_row(full, "jax_r2p_deterministic", 11.0, [11.0], host_ms=0.0215),
+        report.timed_row(full, "cudnn", 15.0, [15.0], host_ms=0.0301),
+    ]
+    none = {
+        "case": wide.name,
+        "impl": "jax_r2p",
+        "pass": "training",
+        "status": "not timed: no backward kernel",
+    }
+    second = [none, report.timed_row(wide, "cudnn", 20.0, [20.0])]
+    for each in (rows, second):
+        report.add_ratios(each)
+    matmul = dataclasses.replace(workloads.MATMUL, pass_="training")
+    return [*rows, report.timed_row(matmul, "xla", 1.6, [1.6]), *second]
+
+
+def test_table_of_training():
+    """Our deterministic gradient is no rival, and the matmul no line."""
+    rows = _training_rows()
+    assert {row["pass"] for row in rows} == {"training"}
+    header, lines = report.table_cells(rows)
+    assert header == ["case", "jax_r2p", "jax_r2p_deterministic", "cudnn", "TFLOP/s", "time / best rival"]
+    flops = 3.5 * workloads.select("full_d128_s8192")[0].flops()
+    ours, matmul = flops / 12e-3 / 1e12, 2 * 8192**3 / 1.6e-3 / 1e12
+    assert lines == [
+        ["full_d128_s8192", "12.000", "11.000", "15.000", f"{ours:.0f}", "0.800 (cudnn)"],
+        ["causal_d256_s8192", "no kernel", "", "20.000", "", ""],
+    ]
+    assert report.fastest_cells(rows) == {(0, 2), (1, 3)}
+    note = (
+        f"matmul_8192 by xla, in turn with full_d128_s8192: 1.600 ms, {matmul:.0f} TFLOP/s; "
+        f"jax_r2p {ours:.0f}, {ours / matmul:.3f} of it"
+    )
+    assert report.notes(rows) == ["jax_r2p not timed: no backward kernel (causal_d256_s8192)", note]
+    text = report.markdown(rows)
+    assert text.startswith("Forward and backward, bf16, median milliseconds a call")
+    assert text.endswith(f"|\n\n{note}.\n")
+
+
+def test_host_table():
+    header, lines = report.host_cells(_training_rows())
+    assert header == ["case", "jax_r2p", "jax_r2p_deterministic", "cudnn"]
+    assert lines == [["full_d128_s8192", "20.5", "21.5", "30.1"]]
+    assert "| full_d128_s8192 | 20.5 | 21.5 | 30.1 |\n" in report.host_markdown(_training_rows())
+
+
+def test_rows_by_pass():
+    """Rows of before there was a pass are of the forward; cold starts are in no table."""
+    old = [{k: v for k, v in row.items() if k != "pass"} for row in _rows()]
+    cold_row = {"case": "cold_a", "impl": "xla", "status": "not installed"}
+    found = report.by_pass([*_training_rows(), cold_row, *old])
+    assert found == {"forward": old, "training": _training_rows()}
+    assert list(found) == ["forward", "training"]
+    assert report.markdown(old) == report.markdown(_rows())
+
+
+def test_tables_of_both_passes_have_their_own_markers():
+    begin, end = report.MARKERS["training"]
+    document = f"{report.BEGIN}\n1\n{report.END}\nbetween\n{begin}\n2\n{end}\n"
+    changed = report.insert_table(document, "new\n", "training")
+    assert changed == f"{report.BEGIN}\n1\n{report.END}\nbetween\n{begin}\nnew\n{end}\n"
+    assert report.insert_table(changed, "1\n") == changed
+    with pytest.raises(ValueError, match="<!-- measured training: begin -->"):
+        report.insert_table(f"{report.BEGIN}\n{report.END}\n", "new\n", "training")
+    report.insert_table((ROOT / "README.md").read_text("utf-8"), "new\n", "training")
+
+
 def test_markdown_goes_between_the_markers():
     text = report.markdown(_rows())
     assert "NVIDIA H200, driver 1.2, jax 0.9, jax_r2p 0.1.0 at commit abc, 2026-01-02." in text
@@ -255,14 +444,14 @@ def test_markdown_goes_between_the_markers():
 
 
 def test_plot(tmp_path):
-    report.plot(_rows(), tmp_path / "bars.png", "png")
+    report.plot([*_rows(), *_training_rows()], tmp_path / "bars.png", "png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_over_the_length(tmp_path):
     cases = workloads.select("full_d64_s512,full_d64_s8192,local256_d128_s512,local256_d128_s131072")
     rows = [report.timed_row(w, "jax_r2p", 2 * w.byte_floor_ms(), [1.0]) for w in cases]
-    report.plot_lengths([*rows, *_rows()], tmp_path / "lengths.png", "png")
+    report.plot_lengths([*rows, *_rows(), *_training_rows()], tmp_path / "lengths.png", "png")
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -305,6 +494,8 @@ def test_recorded_rows_are_rows():
         ('{"case": "a", "impl": "b", "ms": "1", "tflops": 1}', "line 1 is not a row"),
         ('{"case": "cold_a", "impl": "b", "median_s": 1, "seconds": ["x"]}', "line 1 is not a row"),
         ('{"case": "a", "impl": "b", "ms": 1, "tflops": 1, "ratio_to_best_rival": 1}', "line 1 is not a row"),
+        ('{"case": "a", "impl": "b", "ms": 1, "tflops": 1, "pass": "backward"}', "line 1 is not a row"),
+        ('{"case": "a", "impl": "b", "ms": 1, "tflops": 1, "host_ms": "1"}', "line 1 is not a row"),
     ],
 )
 def test_what_is_no_row_is_refused(tmp_path, text, message):
@@ -390,6 +581,58 @@ def test_whole_run(tmp_path):
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_whole_run_of_training(tmp_path):
+    """Gradients and a matmul in turn; tables of both passes from the rows of both."""
+    begin, end = report.MARKERS["training"]
+    document = f"{report.BEGIN}\nold\n{report.END}\n{begin}\nold\n{end}\n"
+    (tmp_path / "doc.md").write_text(document)
+    done = _bench(
+        *("--pass", "training", "--cases", "full_d128_s8192,causal_d256_s8192,causal_gqa8_d128_s8192"),
+        *("--impls", "jax_r2p,jax_r2p_deterministic,xla", "--rounds", "2", "--sample-ms", "1"),
+        *("--scale-down", "128", "--matmul", "--host", "--out", "rows.jsonl", "--into", "doc.md"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = report.read_rows(tmp_path / "rows.jsonl")
+    assert all(row["pass"] == "training" for row in rows)
+    assert [
+        (r["case"], r["impl"]) for r in rows if r["impl"] not in ("jax_r2p", "jax_r2p_deterministic")
+    ] == [
+        ("full_d128_s8192", "xla"),
+        ("matmul_8192", "xla"),
+        ("causal_gqa8_d128_s8192", "xla"),
+        ("causal_d256_s8192", "xla"),
+    ]
+    for row in rows:
+        if row["impl"] == "xla":
+            assert len(row["rounds_ms"]) == 2
+            assert row["host_ms"] > 0
+            assert row["case"] == "matmul_8192" or row["relative_error"] < 0.02
+        else:
+            [w] = workloads.select(row["case"])
+            lacks = rivals.RIVALS[row["impl"]].lacks(_training(w))
+            wanted = f"not timed: {lacks}" if lacks else "refused: NotImplementedError"
+            assert row["status"].startswith(wanted)
+    assert "Forward and backward: milliseconds a call" in done.stdout
+    assert "matmul_8192 by xla, in turn with full_d128_s8192: " in done.stdout
+    assert "Forward and backward: microseconds of the host to queue a call" in done.stdout
+    written = (tmp_path / "doc.md").read_text()
+    assert written.startswith(f"{report.BEGIN}\nold\n{report.END}\n{begin}\nForward and backward, bf16")
+
+    # With the forward in the same file each table goes where it belongs.
+    with (tmp_path / "rows.jsonl").open("ab") as file:
+        file.write(TIMED)
+    shown = _bench(
+        "--show", "rows.jsonl", "--into", "doc.md", "--markdown", "--host", cwd=tmp_path, unimportable=["jax"]
+    )
+    assert shown.returncode == 0, shown.stderr
+    head, _, tail = (tmp_path / "doc.md").read_text().partition(begin)
+    assert head.startswith(f"{report.BEGIN}\nForward, bf16")
+    assert begin + tail == written.partition(report.END)[2].lstrip("\n")
+    assert shown.stdout.startswith(head.partition("\n")[2].partition(report.END)[0])
+    assert "microseconds of the host" in shown.stdout
+
+
 def test_nothing_timed(tmp_path):
     done = _bench(
         "--cases", "causal_d128_s113", "--impls", "jax_r2p", *QUICK, "--plot", "bars.png", cwd=tmp_path
@@ -459,6 +702,7 @@ def test_list(tmp_path):
     for row in listed["implementations"]:
         rival = rivals.RIVALS[row["name"]]
         assert (row["installed"], row["version"]) == (rival.is_installed(), rival.package_version())
+        assert row["passes"] == list(rival.passes)
 
     table = _bench("--list", cwd=tmp_path, unimportable=["jax"])
     assert table.returncode == 0, table.stderr
@@ -491,6 +735,7 @@ FILES = {
     "refused.jsonl": REFUSED,
     "empty.jsonl": b"",
     "text.md": b"no markers\n",
+    "forward.md": f"{report.BEGIN}\n{report.END}\n".encode(),
     "binary.jsonl": b"\xff\xfe\x00",
 }
 
@@ -500,10 +745,21 @@ FILES = {
     [
         (
             "--cases nonsense",
-            "--cases must be all, headline, lengths, or some of full_d64_.*; got 'nonsense'",
+            "--cases must be all, headline, training, lengths, or some of full_d64_.*; got 'nonsense'",
         ),
         ("--cases headline,causal_d64_s8192", "--cases must be .*; got 'headline'"),
         ("--impls xla,nonsense", "--impls must be default, or some of jax_r2p, .*; got 'nonsense'"),
+        ("--impls jax_r2p_deterministic", "--impls must be .*; got 'jax_r2p_deterministic'"),
+        ("--pass backward", "argument --pass: invalid choice: 'backward'"),
+        ("--cold --pass training", "--pass does not go with --cold"),
+        (
+            "--pass training --into forward.md",
+            "--into must be .*: it needs the lines <!-- measured training: ",
+        ),
+        ("--matmul --cases causal_d64_s8192", "--matmul needs full_d128_s8192 among --cases"),
+        ("--show timed.jsonl --matmul", "--matmul does not go with --show"),
+        ("--show timed.jsonl --host", "--host needs rows of timed calls with host_ms, got none"),
+        ("--host --json", "--host does not go with --json"),
         ("--cold --impls nonsense", "--impls must be .*; got 'nonsense'"),
         ("--rounds 0", "argument --rounds: must be a whole number above 0, got '0'"),
         ("--rounds 1.5", "argument --rounds: must be a whole number above 0, got '1.5'"),

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Test and time the wheel in dist/ on a machine with a Hopper GPU, JAX and pytest, and no package registry.
 #
-# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: doctor tests sanitize bench cold ablation
+# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: doctor tests sanitize bench training cold ablation
 #                                                    default: all, in this order, but ablation
 #
 #   OUT            folder for logs and rows: summary.json, doctor.log, tests.log, tests.xml, sanitize.log, bench.jsonl,
-#                  bench.log, bench.png, cold.jsonl, ablation.jsonl, counters.jsonl
+#                  bench.log, bench.png, training.jsonl, training.log, cold.jsonl, ablation.jsonl, counters.jsonl
 #   WHEEL=path     the wheel, else the one in dist/
 #   COMMIT=hash    what the wheel was built from, recorded in every row; else that of the checkout
 #   WORKERS=6      test processes that share the GPU
 #   TESTS="..."    more arguments for pytest, e.g. "-k lengths"
-#   CASES=, IMPLS= what the benchmark times (jax-r2p bench --help)
+#   CASES=, IMPLS= what the step bench times (jax-r2p bench --help)
+#   TRAINING_CASES=, TRAINING_IMPLS=   and the step training
 #   ABLATION=dir   folder that `benchmarks/ablation.py build` made; with it there is a step `ablation`
 #   PEERS=dir      folder with rivals' packages, put behind the wheel on PYTHONPATH, for the benchmark only
-#   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_COLD   seconds a step may take
+#   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_TRAINING, LIMIT_COLD   seconds a step may take
 #
 # The wheel is installed without its dependencies into a temporary folder. Tests and benchmarks are copied away from the
 # checkout, so that nothing can import the source tree by accident; where `jax_r2p` came from is checked.
@@ -25,7 +26,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 shift
 steps=("$@")
-[[ ${#steps[@]} -gt 0 ]] || steps=(doctor tests sanitize bench cold)
+[[ ${#steps[@]} -gt 0 ]] || steps=(doctor tests sanitize bench training cold)
 python=${PYTHON:-python3}
 workers=${WORKERS:-6}
 if [[ -z ${WHEEL:-} ]]; then
@@ -90,9 +91,14 @@ step tests "${LIMIT_TESTS:-540}" "$out/tests.log" \
   --durations 25 ${TESTS:-} tests/gpu
 step sanitize "${LIMIT_SANITIZE:-300}" "$out/sanitize.log" bash -c sanitize
 export PYTHONPATH=$PYTHONPATH${PEERS:+:$PEERS}
+matmul=() # a yardstick, in turn with one of the cases
+[[ ",${CASES:-all}," =~ ,(all|headline|full_d128_s8192), ]] && matmul=(--matmul)
 step bench "${LIMIT_BENCH:-400}" "$out/bench.log" \
-  "$python" -P -m jax_r2p bench --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
+  "$python" -P -m jax_r2p bench --host "${matmul[@]}" --out "$out/bench.jsonl" --plot "$out/bench.png" --commit "$commit" \
   --cases "${CASES:-all}" --impls "${IMPLS:-default}"
+step training "${LIMIT_TRAINING:-300}" "$out/training.log" \
+  "$python" -P -m jax_r2p bench --pass training --host --out "$out/training.jsonl" --commit "$commit" \
+  --cases "${TRAINING_CASES:-training}" --impls "${TRAINING_IMPLS:-default}"
 step cold "${LIMIT_COLD:-120}" /dev/stdout \
   "$python" -P -m jax_r2p bench --cold --out "$out/cold.jsonl" --commit "$commit"
 

@@ -133,6 +133,7 @@ def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         )
 
     small: dict[str, Any] = {"min_blocks": 2, "consumer_registers": 232, "overlap_dkey": True}
+    wide: dict[str, Any] = {"dout_stages": 1, "overlap_dkey": False}
     return (
         # head dim, mask, query rows of a step, keys of a CTA
         # The times are of the whole backward pass. 64x64 with two CTAs an SM: 5.99 and 12.30 against 5.76 and
@@ -145,6 +146,10 @@ def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row(128, "none", 64, 128, overlap_dkey=True),
         row(128, "causal", 64, 128, overlap_dkey=True),
         row(128, "window", 64, 128, overlap_dkey=True),
+        # The only tiles that find room; heads of 192 columns take them too.
+        row(256, "none", 64, 64, **wide),
+        row(256, "causal", 64, 64, **wide),
+        row(256, "window", 64, 64, **wide),
     )
 
 

@@ -2,8 +2,9 @@
 
 A sample is `calls` calls of one compiled function queued without waiting, then one wait; its time over
 `calls` is the device's time a call, as long as the host queues faster than the device computes. That is
-checked, not assumed: the time until the last call was queued is measured too, and where it is most of the
-sample the row says `host_bound`.
+checked, not assumed: how long the host takes to queue a call is measured too, and where it is most of a call
+the row says `host_bound`. It is measured in the first calls of a sample, since JAX lets no more than 32 be
+under way: from then on the host waits for the device, which the time until all was queued has in it.
 
 In each round every rival gives one sample. A GPU at its power limit slows down with what ran before, so each
 round has an order of its own, drawn at random: in an order that only turned round, a rival would always
@@ -16,6 +17,7 @@ than twice the L2 cache, so no input is in it from the call before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_r2p
-from jax_r2p.bench.rivals import Arrays, Function
-from jax_r2p.bench.workloads import Workload
+from jax_r2p.bench.rivals import Arrays, Timed
+from jax_r2p.bench.workloads import Matmul, Workload
 
 L2_BYTES = 60 * 2**20  # H100 and H200: 50 to 60 MB
 CALLS = (3, 400)  # least and most calls in a sample
+HOST_CALLS = 16  # calls in which the host does not wait for the device yet
 WARM_UP_SECONDS = 0.5
-HOST_BOUND = 0.8  # share of a sample spent on queueing from which the device may have been waiting
+HOST_BOUND = 0.8  # share of a call that the host needs from which the device may have been waiting
 
 
 @dataclasses.dataclass
@@ -42,12 +45,14 @@ class Samples:
     Attributes:
       calls: Calls in a sample.
       total: Milliseconds a call until all was done, one entry a round.
-      queued: Milliseconds a call until all was queued, one entry a round.
+      queued: Milliseconds a call until all was queued, one entry a round; waits for the device included.
+      host: Milliseconds that the host took to queue one of the first calls, one entry a round.
     """
 
     calls: int
     total: list[float] = dataclasses.field(default_factory=list)
     queued: list[float] = dataclasses.field(default_factory=list)
+    host: list[float] = dataclasses.field(default_factory=list)
 
     def median(self) -> float:
         """Milliseconds a call until all was done, median over the rounds."""
@@ -57,13 +62,19 @@ class Samples:
         """Milliseconds a call until all was queued, median over the rounds."""
         return float(np.median(self.queued))
 
+    def median_host(self) -> float:
+        """Milliseconds that the host takes to queue a call, median over the rounds."""
+        return float(np.median(self.host))
+
     def host_bound(self) -> bool:
         """Whether the device may have waited for the host."""
-        return self.median_queued() > HOST_BOUND * self.median()
+        return self.median_host() > HOST_BOUND * self.median()
 
 
 def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> list[Arrays]:
-    """Returns standard normal bf16 inputs, never zeros, which run faster.
+    """Returns standard normal bf16 inputs, never zeros, which run faster: query, key, value.
+
+    For training the cotangent of out is the fourth.
 
     Args:
       w: Gives the shapes.
@@ -73,16 +84,14 @@ def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> li
     count = max(2, -(-least_bytes // w.bytes_moved()))
     shape_q = (w.batch, w.length, w.heads, w.head_dim)
     shape_k = (w.batch, w.length, w.kv_heads, w.head_dim)
-    shape_v = (*shape_k[:-1], w.value_head_dim)
+    shapes = [shape_q, shape_k, (*shape_k[:-1], w.value_head_dim)]
+    if w.training:
+        shapes.append((*shape_q[:-1], w.value_head_dim))
 
     @jax.jit
     def make(key: jax.Array) -> Arrays:
-        key_q, key_k, key_v = jax.random.split(key, 3)
-        return (
-            jax.random.normal(key_q, shape_q, jnp.bfloat16),
-            jax.random.normal(key_k, shape_k, jnp.bfloat16),
-            jax.random.normal(key_v, shape_v, jnp.bfloat16),
-        )
+        keys = jax.random.split(key, len(shapes))
+        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
 
     return [make(key) for key in jax.random.split(jax.random.key(seed), count)]
 
@@ -117,43 +126,66 @@ def alternate(
     orders = random.Random(0)  # the same in every run
     for number in range(-1, rounds):
         for name in orders.sample(list(functions), len(functions)):
-            total, queued = _sample(functions[name], inputs, samples[name].calls)
+            total, queued, host = _sample(functions[name], inputs, samples[name].calls)
             if number >= 0:
                 samples[name].total.append(total)
                 samples[name].queued.append(queued)
+                samples[name].host.append(host)
             advance()
     return samples
 
 
-def _sample(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int) -> tuple[float, float]:
-    """Returns milliseconds a call until done, and until queued. One call before them is not counted."""
+def matmul(m: Matmul, seed: int) -> Callable[..., jax.Array]:
+    """Returns a compiled product of two random matrices, as a function that ignores its arguments."""
+    left, right = (
+        jax.random.normal(key, (m.size, m.size), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(seed), 2)
+    )
+    product = jax.jit(jnp.matmul)
+    return lambda *_: product(left, right)
+
+
+def _sample(
+    f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int
+) -> tuple[float, float, float]:
+    """Returns milliseconds a call until done, until all was queued, and of the host for one of the first.
+
+    One call before them is not counted.
+    """
     jax.block_until_ready(f(*inputs[-1]))
+    first = min(calls, HOST_CALLS)
     start = time.perf_counter()
-    for i in range(calls):
+    for i in range(first):
+        result = f(*inputs[i % len(inputs)])
+    host = time.perf_counter() - start
+    for i in range(first, calls):
         result = f(*inputs[i % len(inputs)])
     queued = time.perf_counter() - start
     jax.block_until_ready(result)
     total = time.perf_counter() - start
-    return total / calls * 1e3, queued / calls * 1e3
+    return total / calls * 1e3, queued / calls * 1e3, host / first * 1e3
 
 
 def _calls(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], seconds: float) -> int:
     """Returns how many calls make a sample of `seconds`, by a few calls of warm-up."""
-    total, _ = _sample(f, inputs, CALLS[0])
+    total, *_ = _sample(f, inputs, CALLS[0])
     return int(min(max(seconds * 1e3 / total, CALLS[0]), CALLS[1]))
 
 
-def relative_error(f: Function, w: Workload, arrays: Arrays) -> float:
+def relative_error(f: Timed, w: Workload, arrays: Arrays) -> float:
     """Returns |f - expected| / |expected|, expected in float32 at full precision; NaN if `f` gives NaN.
 
     A time means nothing beside a wrong result. Only the last rows of the first head are compared: they are a
-    smaller call, since masks are aligned to the last key.
+    smaller call, since masks are aligned to the last key. Of gradients it is the largest of the three errors;
+    those of the first sequence's first key head are compared, and of the query heads that share it.
 
     Args:
       f: What is timed.
       w: The workload that it was built for.
       arrays: Inputs of that workload.
     """
+    if w.training:
+        return _error_of_gradients(f, w, arrays)
     rows = min(256, w.length)
     q, k, v = arrays
     few = (q[:1, -rows:, :1], k[:1, :, :1], v[:1, :, :1])
@@ -166,3 +198,41 @@ def relative_error(f: Function, w: Workload, arrays: Arrays) -> float:
         )
     got = jnp.asarray(f(*arrays))[:1, -rows:, :1].astype(jnp.float32)
     return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
+
+
+def _error_of_gradients(f: Timed, w: Workload, arrays: Arrays) -> float:
+    group = w.heads // w.kv_heads
+    heads = (group, 1, 1, group)  # of query, key, value, cotangent
+    few = (x[:1, :, :n].astype(jnp.float32) for x, n in zip(arrays, heads, strict=True))
+    expected = _expected_gradients(*few, w=w)
+    got = [x[:1, :, :n].astype(jnp.float32) for x, n in zip(f(*arrays), heads[:3], strict=True)]
+    errors = [jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, expected, strict=True)]
+    return float(jnp.max(jnp.stack(errors)))  # NaN if one is
+
+
+@functools.partial(jax.jit, static_argnames="w")
+def _expected_gradients(
+    query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array, *, w: Workload
+) -> tuple[jax.Array, ...]:
+    """The gradients of a call with one key head by the definition, some query rows after the other."""
+    left, right = (w.length, w.length) if w.window is None else w.window
+    right = 0 if w.is_causal else right
+    rows = max(n for n in range(1, min(256, w.length) + 1) if w.length % n == 0)
+
+    def attend(first: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        distance = jnp.arange(w.length) - (first + jnp.arange(rows))[:, None]
+        scores = jnp.einsum("btnh,bsoh->bnts", query, key) * w.head_dim**-0.5
+        visible = (distance >= -left) & (distance <= right)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsov->btnv", weights, value)
+
+    def step(sums: tuple[jax.Array, jax.Array], first: jax.Array) -> Any:
+        query_rows, dout_rows = (jax.lax.dynamic_slice_in_dim(x, first, rows, 1) for x in (query, dout))
+        _, pull_back = jax.vjp(functools.partial(attend, first), query_rows, key, value)
+        dquery, dkey, dvalue = pull_back(dout_rows)
+        return (sums[0] + dkey, sums[1] + dvalue), dquery
+
+    with jax.default_matmul_precision("highest"):
+        zeros = (jnp.zeros_like(key), jnp.zeros_like(value))
+        (dkey, dvalue), parts = jax.lax.scan(step, zeros, jnp.arange(0, w.length, rows))
+    return jnp.moveaxis(parts, 0, 1).reshape(query.shape), dkey, dvalue

@@ -1,19 +1,31 @@
 """Rows of a run, and the tables and the plot made from them.
 
-Rows are the only store: everything else is derived. A row has `case` and `impl`, and then either `ms`,
-`tflops` and what else `timed_row` gives, or `status`, the reason why it was not timed, or, of a cold start,
-`seconds`, one entry a process, and `median_s`.
+Rows are the only store: everything else is derived. A row has `case`, `impl` and `pass` (without one it is
+"forward"), and then either `ms`, `tflops` and what else `timed_row` gives, or `status`, the reason why it was
+not timed, or, of a cold start, `seconds`, one entry a process, and `median_s`. A table has rows of one pass.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jax_r2p.bench.rivals import NOT_INSTALLED, OURS
-from jax_r2p.bench.workloads import DENSE_PEAK_TFLOPS, LENGTHS, WORKLOADS, Workload, select
+from jax_r2p.bench.rivals import NO_KERNEL, NOT_INSTALLED, OURS, OWN
+from jax_r2p.bench.workloads import (
+    DENSE_PEAK_TFLOPS,
+    LENGTHS,
+    MATMUL,
+    MATMUL_WITH,
+    PASSES,
+    WORKLOADS,
+    Matmul,
+    Pass,
+    Workload,
+    select,
+)
 
 Row = dict[str, Any]
 
@@ -21,11 +33,16 @@ COLD = "cold_"
 """What the case of a cold start begins with."""
 
 
-def timed_row(w: Workload, name: str, milliseconds: float, rounds: Sequence[float], **more: Any) -> Row:
+TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward and backward"}
+
+
+def timed_row(
+    w: Workload | Matmul, name: str, milliseconds: float, rounds: Sequence[float], **more: Any
+) -> Row:
     """Returns the row of one implementation on one workload.
 
     Args:
-      w: The workload.
+      w: The workload, or the matmul that is the yardstick.
       name: The implementation.
       milliseconds: Median time of a call.
       rounds: Milliseconds a call, one entry a round.
@@ -35,6 +52,7 @@ def timed_row(w: Workload, name: str, milliseconds: float, rounds: Sequence[floa
     return {
         "case": w.name,
         "impl": name,
+        "pass": w.pass_,
         "ms": round(milliseconds, 5),
         "rounds_ms": [round(x, 5) for x in rounds],
         "tflops": round(tflops, 2),
@@ -46,7 +64,7 @@ def timed_row(w: Workload, name: str, milliseconds: float, rounds: Sequence[floa
 
 def add_ratios(rows: Sequence[Row]) -> None:
     """Sets `ratio_to_best_rival`, the time over that of the fastest rival of jax_r2p, in rows of one case."""
-    rivals = {r["impl"]: r["ms"] for r in rows if "ms" in r and r["impl"] not in (OURS, "reference")}
+    rivals = {r["impl"]: r["ms"] for r in rows if "ms" in r and r["impl"] not in OWN}
     if not rivals:
         return
     best = min(rivals, key=rivals.__getitem__)
@@ -95,6 +113,8 @@ def _is_row(value: Any) -> bool:
     number = (int, float)
     if not isinstance(value, dict) or not has(str, "case", "impl"):
         return False
+    if value.get("pass", "forward") not in PASSES or not isinstance(value.get("host_ms", 0), number):
+        return False
     if "ratio_to_best_rival" in value and not (has(number, "ratio_to_best_rival") and has(str, "best_rival")):
         return False
     if has(str, "status"):
@@ -111,6 +131,20 @@ def _is_row(value: Any) -> bool:
 def is_cold(row: Row) -> bool:
     """Whether it is the row of a cold start."""
     return str(row["case"]).startswith(COLD)
+
+
+def is_matmul(row: Row) -> bool:
+    """Whether it is the row of the matmul."""
+    return bool(row["case"] == MATMUL.name)
+
+
+def by_pass(rows: Iterable[Row]) -> dict[Pass, list[Row]]:
+    """Returns the rows of timed calls by their pass, in the order of the passes; cold starts are left out."""
+    table: dict[Pass, list[Row]] = {name: [] for name in PASSES}
+    for row in rows:
+        if not is_cold(row):
+            table[row.get("pass", "forward")].append(row)
+    return {name: found for name, found in table.items() if found}
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
@@ -131,7 +165,15 @@ def _cell(row: Row | None) -> str:
         return ""
     if "ms" in row:
         return f"{row['ms']:.3f}" + ("*" if row.get("host_bound") else "")
-    return NOT_INSTALLED if str(row["status"]).startswith(NOT_INSTALLED) else "refused"
+    status = str(row["status"])
+    if status.startswith(NO_KERNEL):
+        return "no kernel"
+    return NOT_INSTALLED if status.startswith(NOT_INSTALLED) else "refused"
+
+
+def _of_implementations(rows: Iterable[Row]) -> list[Row]:
+    """All but the matmul's, which is no line of a table."""
+    return [row for row in rows if not is_matmul(row)]
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -139,6 +181,7 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
     Below 1 in the last column jax_r2p is the faster one. `*` marks a time that the host may have limited.
     """
+    rows = _of_implementations(rows)
     names = list(dict.fromkeys(row["impl"] for row in rows))
     lines = []
     for case, line in by_case(rows).items():
@@ -157,6 +200,7 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def fastest_cells(rows: Sequence[Row]) -> set[tuple[int, int]]:
     """Returns where in the lines of `table_cells` the fastest implementations stand, as (line, column)."""
+    rows = _of_implementations(rows)
     header, _ = table_cells(rows)
     places = set()
     for number, line in enumerate(by_case(rows).values()):
@@ -167,7 +211,10 @@ def fastest_cells(rows: Sequence[Row]) -> set[tuple[int, int]]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Returns what the cells of a table leave out, a line each: why something was not timed, and the `*`."""
+    """Returns what the cells of a table leave out, a line each.
+
+    That is why something was not timed, the `*`, and the matmul.
+    """
     refused: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "status" in row and row["status"] != NOT_INSTALLED:
@@ -175,7 +222,33 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = [f"{name} {status} ({', '.join(cases)})" for (name, status), cases in refused.items()]
     if any(row.get("host_bound") for row in rows):
         lines.append("* the host may have limited this time")
+    return lines + _matmul_notes(rows)
+
+
+def _matmul_notes(rows: Sequence[Row]) -> list[str]:
+    timed = {(row["case"], row["impl"]): row for row in rows if "ms" in row}
+    lines = []
+    for (case, name), row in timed.items():
+        if case != MATMUL.name:
+            continue
+        line = (
+            f"{case} by {name}, in turn with {MATMUL_WITH}: {row['ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s"
+        )
+        if ours := timed.get((MATMUL_WITH, OURS)):
+            line += f"; {OURS} {ours['tflops']:.0f}, {ours['tflops'] / row['tflops']:.3f} of it"
+        lines.append(line)
     return lines
+
+
+def host_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Returns header and lines: microseconds that the host takes to queue a call of each implementation."""
+    rows = [row for row in _of_implementations(rows) if "host_ms" in row]
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = [
+        [case, *(f"{line[name]['host_ms'] * 1e3:.1f}" if name in line else "" for name in names)]
+        for case, line in by_case(rows).items()
+    ]
+    return ["case", *names], lines
 
 
 def cold_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -189,37 +262,57 @@ def cold_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns the table as Markdown, with a line above that says what it was measured on."""
-    header, lines = table_cells(rows)
+    """Returns the table of rows of one pass as Markdown, with a line above that says what it was measured on.
+
+    The time of the matmul, if there is one, is a line below.
+    """
     first = rows[0]
     device, driver, jax, package, commit, date = (
         str(first.get(key, "unknown")) for key in ("device", "driver", "jax", "jax_r2p", "commit", "date")
     )
+    title = TITLES[first.get("pass", "forward")]
     about = (
-        f"Forward, bf16, median milliseconds a call (lower is better). {device}, driver {driver}, jax {jax}, "
+        f"{title}, bf16, median milliseconds a call (lower is better). {device}, driver {driver}, jax {jax}, "
         f"jax_r2p {package} at commit {commit}, {date[:10]}. An empty cell was not run."
     )
+    below = "".join(f"\n{line}.\n" for line in _matmul_notes(rows))
+    return f"{about}\n\n{_markdown_table(*table_cells(rows))}{below}"
+
+
+def host_markdown(rows: Sequence[Row]) -> str:
+    """Returns the table of what calls cost the host as Markdown, with a line above that says what it is."""
+    title = TITLES[rows[0].get("pass", "forward")]
+    return f"{title}, microseconds of the host to queue a call.\n\n{_markdown_table(*host_cells(rows))}"
+
+
+def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
     align = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join([about, "", *(f"| {' | '.join(cells)} |" for cells in (header, align, *lines))]) + "\n"
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, align, *lines))
 
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MARKERS: dict[Pass, tuple[str, str]] = {
+    "forward": (BEGIN, END),
+    "training": ("<!-- measured training: begin -->", "<!-- measured training: end -->"),
+}
+"""The lines of a document between which a table goes."""
 
 
-def insert_table(document: str, table: str) -> str:
-    """Returns `document` with everything between the two markers replaced by the table.
+def insert_table(document: str, table: str, pass_: Pass = "forward") -> str:
+    """Returns `document` with everything between the two markers of a pass replaced by the table.
 
     Raises:
       ValueError: The markers are not there, once each and in this order.
     """
-    if document.count(BEGIN) != 1 or document.count(END) != 1 or document.index(BEGIN) > document.index(END):
-        raise ValueError(f"it needs the lines {BEGIN} and {END}, once each, in this order")
-    head, rest = document.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+    begin, end = MARKERS[pass_]
+    if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
+        raise ValueError(f"it needs the lines {begin} and {end}, once each, in this order")
+    head, rest = document.split(begin)
+    return f"{head}{begin}\n{table}{end}{rest.split(end)[1]}"
 
 
 def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
-    """Draws bars of TFLOP/s, one group a case, one colour an implementation.
+    """Draws bars of TFLOP/s, one group a case, one colour an implementation, and a line for the matmul.
 
     Args:
       rows: Those that were timed are drawn.
@@ -232,8 +325,14 @@ def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    cases = by_case(row for row in rows if "ms" in row)
-    names = list(dict.fromkeys(row["impl"] for row in rows if "ms" in row))
+    drawn = by_pass(row for row in rows if "ms" in row)
+    matmuls = [row["tflops"] for of_pass in drawn.values() for row in of_pass if is_matmul(row)]
+    cases = {
+        case if pass_ == "forward" else f"{case}, {pass_}": line
+        for pass_, of_pass in drawn.items()
+        for case, line in by_case(_of_implementations(of_pass)).items()
+    }
+    names = list(dict.fromkeys(name for line in cases.values() for name in line))
     figure = Figure(figsize=(max(6.0, 0.9 * len(cases)), 4.5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(names))
@@ -241,12 +340,14 @@ def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
         places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(cases))]
         heights = [line[name]["tflops"] if name in line else 0.0 for line in cases.values()]
         axes.bar(places, heights, width, label=name)
+    if matmuls:
+        axes.axhline(matmuls[-1], color="gray", linestyle=":", label=MATMUL.name)
     axes.set_xticks(range(len(cases)), list(cases), rotation=40, ha="right", fontsize=8)
     axes.set_ylabel("TFLOP/s (visible pairs only)")
     if names:
         device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))
         axes.set_title(f"{device}, {date[:10]}, commit {commit[:12]}", fontsize=9)
-        figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
+        figure.legend(loc="outside upper center", ncols=len(names) + len(matmuls[-1:]), fontsize=8)
     figure.savefig(file, format=kind, dpi=150)
 
 
@@ -264,16 +365,17 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
     """
     from matplotlib.figure import Figure
 
-    lines: dict[tuple[str, int], list[tuple[Workload, Row]]] = {}
+    lines: dict[tuple[str, int, bool], list[tuple[Workload, Row]]] = {}
     for row in rows:
         if row["impl"] == OURS and "ms" in row:
             [w] = select(row["case"])
-            lines.setdefault((w.name.partition("_")[0], w.head_dim), []).append((w, row))
+            w = dataclasses.replace(w, training=row.get("pass") == "training")
+            lines.setdefault((w.name.partition("_")[0], w.head_dim, w.training), []).append((w, row))
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     speed, floor = figure.subplots(1, 2)
     styles = {64: ":", 128: "-", 256: "--"}
-    colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(mask for mask, _ in lines))}
-    for (mask, head_dim), points in sorted(lines.items()):
+    colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(mask for mask, *_ in lines))}
+    for (mask, head_dim, training), points in sorted(lines.items()):
         points = sorted(points, key=lambda point: point[0].length)
         lengths = [w.length for w, _ in points]
         panels = [(speed, [row["tflops"] for _, row in points])]
@@ -283,10 +385,10 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
             axes.plot(
                 lengths,
                 heights,
-                label=f"{mask}, d{head_dim}",
+                label=f"{mask}, d{head_dim}" + (", training" if training else ""),
                 color=colors[mask],
                 linestyle=styles.get(head_dim, "-."),
-                marker="o",
+                marker="s" if training else "o",
                 markersize=4,
             )
     for axes, label in ((speed, "TFLOP/s (visible pairs only)"), (floor, "byte floor / time")):

@@ -7,6 +7,12 @@ batch = 32768 / length.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+Pass = Literal["forward", "training"]
+"""What is timed: the result, or the gradients of query, key and value, which take the result first."""
+
+PASSES: tuple[Pass, ...] = ("forward", "training")
 
 TOKENS, HIDDEN = 32_768, 2048
 BANDWIDTH = 4.3e12
@@ -30,6 +36,8 @@ class Workload:
       value_head_dim: Elements of a head of value and out.
       is_causal: Whether a query sees no later key.
       window: (left, right) tokens seen besides the own one, both ends included; None is unbounded.
+      training: Whether the call is forward and backward: from query, key, value and the cotangent of out to
+        their gradients.
     """
 
     name: str
@@ -41,6 +49,12 @@ class Workload:
     value_head_dim: int
     is_causal: bool = False
     window: tuple[int, int] | None = None
+    training: bool = False
+
+    @property
+    def pass_(self) -> Pass:
+        """Which pass it is of."""
+        return "training" if self.training else "forward"
 
     @property
     def mask(self) -> str:
@@ -55,18 +69,58 @@ class Workload:
         return visible_pairs(self.length, self.length, self.is_causal, self.window)
 
     def flops(self) -> int:
-        """Operations of the forward: 2 matmuls, 2 operations a multiply-add, visible pairs only."""
-        return 2 * self.batch * self.heads * (self.head_dim + self.value_head_dim) * self.pairs()
+        """Operations: 2 a multiply-add, visible pairs only.
+
+        Two matmuls forward; five more backward, which with equal head dims is 3.5 times the forward in all.
+        """
+        widths = self.head_dim + self.value_head_dim
+        if self.training:
+            # the scores again, dquery and dkey; the cotangent of the weights, and dvalue
+            widths += 3 * self.head_dim + 2 * self.value_head_dim
+        return 2 * self.batch * self.heads * widths * self.pairs()
 
     def bytes_moved(self) -> int:
-        """Bytes of the least traffic with memory: query, key, value read and out, residual written once."""
+        """Bytes of the least traffic with memory, each array moved once by each pass.
+
+        Forward: query, key, value are read, out and the residual are written. Backward: all five and the
+        cotangent of out are read, three gradients are written.
+        """
         rows = self.batch * self.length
-        widths = self.head_dim + self.value_head_dim
-        return 2 * rows * (self.heads + self.kv_heads) * widths + 4 * rows * self.heads
+        arrays = 2 * rows * (self.heads + self.kv_heads) * (self.head_dim + self.value_head_dim)
+        residual = 4 * rows * self.heads
+        return 3 * arrays + 2 * residual if self.training else arrays + residual
 
     def byte_floor_ms(self) -> float:
         """Milliseconds that `bytes_moved` takes at `BANDWIDTH`."""
         return self.bytes_moved() / BANDWIDTH * 1e3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A product of two square bf16 matrices, the yardstick of how fast the tensor cores get.
+
+    Attributes:
+      name: Key of the row.
+      size: Rows and columns.
+      pass_: That of the calls it takes turns with.
+    """
+
+    name: str
+    size: int
+    pass_: Pass = "forward"
+
+    def flops(self) -> int:
+        """Operations."""
+        return 2 * self.size**3
+
+    def bytes_moved(self) -> int:
+        """Bytes of the least traffic with memory."""
+        return 3 * 2 * self.size**2
+
+
+MATMUL = Matmul(name="matmul_8192", size=8192)
+MATMUL_WITH = "full_d128_s8192"
+"""The workload that `MATMUL` takes turns with."""
 
 
 def visible_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> int:
@@ -177,18 +231,37 @@ LENGTHS = tuple(
 HEADLINE = ("causal_d128_s8192", "full_d128_s8192", "causal_d64_s8192", "local64_d128_s8192")
 """A quick run: `--cases headline`."""
 
+TRAINING = (
+    "full_d64_s8192",
+    "full_d128_s8192",
+    "causal_d64_s8192",
+    "causal_d128_s8192",
+    "causal_d128_s2048",
+    "causal_gqa8_d128_s8192",
+    "local256_d64_s8192",
+    "local256_d128_s8192",
+    "local1024_d128_s8192",
+    "causal_d256_s8192",
+)
+"""What is timed forward and backward: `--cases training`."""
+
 
 def select(names: str) -> tuple[Workload, ...]:
     """Returns workloads by name, in the order of the tables.
 
     Args:
-      names: "all", "headline", "lengths", or names separated by commas.
+      names: "all", "headline", "training", "lengths", or names separated by commas.
 
     Raises:
       ValueError: A name is in no table.
     """
     known = {w.name: w for w in (*WORKLOADS, *LENGTHS)}
-    groups = {"all": [w.name for w in WORKLOADS], "headline": HEADLINE, "lengths": [w.name for w in LENGTHS]}
+    groups = {
+        "all": [w.name for w in WORKLOADS],
+        "headline": HEADLINE,
+        "training": TRAINING,
+        "lengths": [w.name for w in LENGTHS],
+    }
     wanted = groups.get(names) or names.split(",")
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(

@@ -3,18 +3,23 @@
     jax-r2p bench --list                                      what can be timed, and what is installed
     jax-r2p bench --out rows.jsonl --plot bars.png            every case
     jax-r2p bench --cases headline --impls jax_r2p,cudnn
+    jax-r2p bench --pass training                             forward and backward
     jax-r2p bench --cold                                      process start to first result
     jax-r2p bench --show rows.jsonl --markdown                the table of recorded rows
 
 All run in one process and get the same inputs. A sample is many calls queued without waiting, then one wait:
-the time of the device, not of the call; where queueing may have been the slower part, the table has a `*`.
-The implementations take turns, in an order that changes from round to round. Inputs change from call to
-call, so that none is in the L2 cache. The first round does not count; the table has medians of the others.
+the time of the device, not of the call; where queueing may have been the slower part, the table has a `*`,
+and --host prints what it takes. The implementations take turns, in an order that changes from round to round.
+Inputs change from call to call, so that none is in the L2 cache. The first round does not count; the table
+has medians of the others.
 
-TFLOP/s count 4 * batch * heads * head dim operations for each query-key pair that the mask lets through. A
-time over that of the best rival below 1 means that jax_r2p is faster. What is not installed, or refuses a
-case, is listed as such; the exit status is 1 if nothing could be timed. `pip install dew-flash-attn-cu13
-fa4-jax tokamax` installs the others.
+With --pass training a call gives the gradients of query, key and value, by jax.vjp, from a random cotangent.
+Where jax_r2p has no backward kernel that is listed, and plain XLA is not timed in its place.
+
+TFLOP/s count 4 * batch * heads * head dim operations for each query-key pair that the mask lets through, and
+3.5 times as many forward and backward. A time over that of the best rival below 1 means that jax_r2p is
+faster. What is not installed, or refuses a case, is listed as such; the exit status is 1 if nothing could be
+timed. `pip install dew-flash-attn-cu13 fa4-jax tokamax` installs the others.
 """
 
 from __future__ import annotations
@@ -26,19 +31,21 @@ import io
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jax_r2p.bench import cold, report, rivals, workloads
 from jax_r2p.bench.report import Row
 from jax_r2p.bench.rivals import Rival
-from jax_r2p.bench.workloads import Workload
+from jax_r2p.bench.workloads import Pass, Workload
 from jax_r2p.cli.output import CommandError, UsageError, print_json, print_table, progress
 
 _TIMING, _COLD, _SHOW, _LIST = "timing", "--cold", "--show", "--list"
 
 _OPTIONS = {
-    "cases": ("all", (_TIMING,)),
+    "pass_": ("forward", (_TIMING,)),
+    "cases": (None, (_TIMING,)),
+    "matmul": (False, (_TIMING,)),
     "rounds": (9, (_TIMING,)),
     "sample_ms": (30.0, (_TIMING,)),
     "impls": ("default", (_TIMING, _COLD)),
@@ -49,6 +56,7 @@ _OPTIONS = {
     "plot": (None, (_TIMING, _SHOW)),
     "plot_lengths": (None, (_TIMING, _SHOW)),
     "markdown": (False, (_TIMING, _SHOW)),
+    "host": (False, (_TIMING, _SHOW)),
     "into": (None, (_TIMING, _SHOW)),
 }
 """Default of each option, and what the command can be asked to do with it."""
@@ -61,11 +69,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--cold", action="store_true", help="time process start to first result instead")
     what.add_argument("--show", type=Path, metavar="FILE", help="time nothing; show the rows of this file")
     parser.add_argument(
-        "--cases", metavar="NAMES", help="all (default), headline, lengths, or names of --list, with commas"
+        "--pass",
+        dest="pass_",
+        choices=workloads.PASSES,
+        help="what is timed: forward (default), or training, which is forward and backward",
+    )
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        help="all (default), headline, training (default with --pass training), lengths, or names of --list, "
+        "with commas",
     )
     parser.add_argument("--impls", metavar="NAMES", help="default, or names of --list, with commas")
     parser.add_argument(
         "--rounds", type=_whole, metavar="N", help="samples of each implementation (default %(default)s)"
+    )
+    parser.add_argument(
+        "--matmul",
+        action="store_true",
+        help=f"time a matmul of 8192 x 8192 matrices in turn with {workloads.MATMUL_WITH}, as a yardstick",
     )
     parser.add_argument(
         "--sample-ms", type=_number, metavar="MS", help="length of a sample (default %(default)s)"
@@ -88,6 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="write the table between the markers of this document"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="print also the host's time to queue a call, in microseconds"
+    )
     parser.set_defaults(**{name: default for name, (default, _) in _OPTIONS.items()})
 
 
@@ -103,14 +128,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(rows)
     elif options.markdown:
-        print(report.markdown(timed), end="")
+        print("\n".join(_markdown(rows, host=options.host)), end="")
     else:
-        _print_tables(rows)
-    if task != _SHOW and all("status" in row for row in rows):
+        _print_tables(rows, host=options.host)
+    if task != _SHOW and all("status" in row for row in rows if not report.is_matmul(row)):
         raise CommandError("nothing was timed: no implementation is installed and takes such a call")
     if options.into:
         document = options.into.read_text("utf-8")
-        options.into.write_text(report.insert_table(document, report.markdown(timed)), "utf-8")
+        for pass_, of_pass in report.by_pass(rows).items():
+            document = report.insert_table(document, report.markdown(of_pass), pass_)
+        options.into.write_text(document, "utf-8")
     if options.plot:
         report.plot(timed, options.plot, _kind(options.plot))
     if options.plot_lengths:
@@ -138,19 +165,22 @@ def _check_combination(options: argparse.Namespace, task: str) -> None:
     for name, (default, tasks) in _OPTIONS.items():
         if getattr(options, name) == default or task in tasks:
             continue
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{name.strip('_').replace('_', '-')}"
         if task == _TIMING:
             raise UsageError(f"{flag} needs {' or '.join(tasks)}")
         raise UsageError(f"{flag} does not go with {task}")
     if options.json and options.markdown:
         raise UsageError("--markdown does not go with --json: one of them is printed")
+    if options.json and options.host:
+        raise UsageError("--host does not go with --json: its rows have host_ms")
 
 
-def _check_files(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace, passes: Iterable[Pass]) -> None:
     """Raises UsageError or CommandError if --into, --plot or --out could not be written in the end."""
     if options.into:
         try:
-            report.insert_table(options.into.read_text("utf-8"), "")
+            for pass_ in passes:
+                report.insert_table(options.into.read_text("utf-8"), "", pass_)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"--into must be a document with a measured table, got {options.into}: {error}"
@@ -191,29 +221,38 @@ def _recorded(options: argparse.Namespace) -> list[Row]:
         raise UsageError(
             f"--show must be a file that --out has written, got {options.show}: {error}"
         ) from error
-    for flag, wanted, needed in (
-        ("--markdown", options.markdown, "case"),
-        ("--into", options.into, "case"),
-        ("--plot", options.plot, "ms"),
-        ("--plot-lengths", options.plot_lengths, "ms"),
+    for flag, wanted, needed, kind in (
+        ("--markdown", options.markdown, "case", ""),
+        ("--host", options.host, "host_ms", " with host_ms"),
+        ("--into", options.into, "case", ""),
+        ("--plot", options.plot, "ms", ""),
+        ("--plot-lengths", options.plot_lengths, "ms", ""),
     ):
         if wanted and not any(needed in row for row in rows if not report.is_cold(row)):
-            raise UsageError(f"{flag} needs rows of timed calls, got none in --show {options.show}")
-    _check_files(options)
+            raise UsageError(f"{flag} needs rows of timed calls{kind}, got none in --show {options.show}")
+    _check_files(options, report.by_pass(rows))
     return rows
 
 
 def _time(options: argparse.Namespace, task: str) -> list[Row]:
     """Times what is asked for; returns the rows, and appends them to --out as they come."""
+    training = options.pass_ == "training"
     try:
-        cases = [workloads.shrink(w, options.scale_down) for w in workloads.select(options.cases)]
+        selected = workloads.select(options.cases or ("training" if training else "all"))
     except ValueError as error:
         raise UsageError(f"--cases {error}") from error
+    cases = [
+        dataclasses.replace(workloads.shrink(w, options.scale_down), training=training) for w in selected
+    ]
     try:
-        chosen = rivals.select(options.impls, default=cold.DEFAULT if task == _COLD else rivals.DEFAULT)
+        chosen = rivals.select(
+            options.impls, pass_=options.pass_, default=cold.DEFAULT if task == _COLD else None
+        )
     except ValueError as error:
         raise UsageError(f"--impls {error}") from error
-    _check_files(options)
+    if options.matmul and workloads.MATMUL_WITH not in [w.name for w in cases]:
+        raise UsageError(f"--matmul needs {workloads.MATMUL_WITH} among --cases, with which it takes turns")
+    _check_files(options, [options.pass_])
 
     # Set here for the fresh processes, too: memory as it is needed, and no notes of the compiler's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -234,7 +273,11 @@ def _time_cases(
 ) -> Iterator[list[Row]]:
     from jax_r2p.bench.run import samples, time_cases
 
-    with progress("samples", samples(cases, chosen, rounds=options.rounds)) as advance:
+    matmul = None
+    if options.matmul:
+        size = max(16, workloads.MATMUL.size // options.scale_down)
+        matmul = dataclasses.replace(workloads.MATMUL, size=size, pass_=options.pass_)
+    with progress("samples", samples(cases, chosen, rounds=options.rounds, matmul=matmul)) as advance:
         yield from time_cases(
             cases,
             chosen,
@@ -242,6 +285,7 @@ def _time_cases(
             sample_seconds=options.sample_ms / 1e3,
             commit=options.commit,
             advance=advance,
+            matmul=matmul,
         )
 
 
@@ -259,15 +303,23 @@ def _time_starts(options: argparse.Namespace, chosen: Sequence[Rival]) -> Iterat
             raise CommandError(str(error)) from error
 
 
-def _print_tables(rows: Sequence[Row]) -> None:
-    timed = [row for row in rows if not report.is_cold(row)]
+def _markdown(rows: Sequence[Row], *, host: bool) -> Iterator[str]:
+    for of_pass in report.by_pass(rows).values():
+        yield report.markdown(of_pass)
+        if host:
+            yield report.host_markdown(of_pass)
+
+
+def _print_tables(rows: Sequence[Row], *, host: bool) -> None:
     starts = [row for row in rows if report.is_cold(row)]
-    if timed:
-        device = timed[0].get("device", "unknown device")
-        title = f"Milliseconds a call, median over rounds, {device}"
-        print_table(title, *report.table_cells(timed), bold=report.fastest_cells(timed))
-        for line in report.notes(timed):
+    for pass_, of_pass in report.by_pass(rows).items():
+        what, device = report.TITLES[pass_], of_pass[0].get("device", "unknown device")
+        title = f"{what}: milliseconds a call, median over rounds, {device}"
+        print_table(title, *report.table_cells(of_pass), bold=report.fastest_cells(of_pass))
+        for line in report.notes(of_pass):
             print(line)
+        if host:
+            print_table(f"{what}: microseconds of the host to queue a call", *report.host_cells(of_pass))
     if starts:
         print_table("Seconds from process start to first result", *report.cold_cells(starts), left=2)
 
@@ -275,10 +327,13 @@ def _print_tables(rows: Sequence[Row]) -> None:
 def _list(*, as_json: bool) -> None:
     """Prints what can be timed. Imports none of it."""
     cases = [dataclasses.asdict(w) for w in workloads.WORKLOADS]
+    for case in cases:
+        del case["training"]  # any can be; --pass says
     implementations = [
         {
             "name": r.name,
             "about": r.about,
+            "passes": list(r.passes),
             "package": r.package,
             "installed": r.is_installed(),
             "version": r.package_version(),
@@ -296,6 +351,7 @@ def _list(*, as_json: bool) -> None:
         left=2,
     )
     print(f"headline: {', '.join(workloads.HEADLINE)}")
+    print(f"training: {', '.join(workloads.TRAINING)}")
     print(f"lengths: {', '.join(w.name for w in workloads.LENGTHS)}\n")
     print_table(
         "Implementations",
@@ -311,4 +367,5 @@ def _list(*, as_json: bool) -> None:
         ],
         left=4,
     )
-    print(f"default: {', '.join(rivals.DEFAULT)}")
+    for pass_, names in rivals.DEFAULT.items():
+        print(f"default, {pass_}: {', '.join(names)}")

@@ -46,6 +46,9 @@ WARP = 32
 DQ_COLUMNS = 64
 """Columns of dQ that a warpgroup computes at a time."""
 
+DQ_PART = WARPGROUP_ROWS * DQ_COLUMNS
+"""Elements of dQ that it hands over at a time."""
+
 FAR = 1 << 30
 """Further than any query or key: the bound of a key that is not there."""
 
@@ -107,7 +110,7 @@ class Matmuls(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Operands in shared memory, as matmuls take them; those of the last four are transposed tiles."""
+    """Operands in shared memory, as matmuls take them; `ds` and `weights` where they are not in registers."""
 
     keys: Any
     values: Any
@@ -115,6 +118,8 @@ class Operands(NamedTuple):
     douts: Any
     queries_by_row: Any
     douts_by_row: Any
+    ds: Any
+    weights: Any
     ds_by_row: Any
     keys_by_row: Any
 
@@ -129,6 +134,7 @@ class Registers(NamedTuple):
     dvalue: Any
     weight_pairs: Any
     weights: Any
+    weights_rounded: Any
     ds_pairs: Any
     ds: Any
     ds_rounded: Any
@@ -157,8 +163,16 @@ class AttentionBackward:
         self.stages = config.stages
         self.has_left = config.mask == "window"
         self.has_right = config.mask in ("causal", "window")
+        self.dout_stages = config.dout_stages
         self.warpgroups = config.consumer_warpgroups
         self.consumers = self.warpgroups * WARPGROUP
+        # Warpgroups share out keys, each with all columns of dK and dV; or, where these are too many for its
+        # registers, columns, and then the queries of the scores, which all of them need.
+        self.split_columns = config.split_columns
+        parts = self.warpgroups if self.split_columns else 1
+        self.own_queries = config.tile_m // parts
+        self.own_columns = config.head_dim // parts
+        self.own_value_columns = config.value_head_dim // parts
         # A warpgroup computes 64 rows of dQ: those of its number, or all there are and its share of columns.
         self.dq_by_rows = config.tile_m == self.warpgroups * WARPGROUP_ROWS
         self.dq_columns = config.head_dim if self.dq_by_rows else config.head_dim // self.warpgroups
@@ -209,11 +223,11 @@ class AttentionBackward:
         )
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_layout, q_atom, q_coords = self._tma_operand(load, q, self._query_tile, self.stages)
-        do_layout, do_atom, do_coords = self._tma_operand(load, do, self._dout_tile, self.stages)
+        do_layout, do_atom, do_coords = self._tma_operand(load, do, self._dout_tile, self.dout_stages)
         k_layout, k_atom, k_coords = self._tma_operand(load, k, self._key_tile, 1)
         v_layout, v_atom, v_coords = self._tma_operand(load, v, self._value_tile, 1)
-        _, dk_atom, dk_coords = self._tma_operand(save, dk, (WARPGROUP_ROWS, self.head_dim), 1)
-        _, dv_atom, dv_coords = self._tma_operand(save, dv, (WARPGROUP_ROWS, self.value_head_dim), 1)
+        _, dk_atom, dk_coords = self._tma_operand(save, dk, (WARPGROUP_ROWS, self.own_columns), 1)
+        _, dv_atom, dv_coords = self._tma_operand(save, dv, (WARPGROUP_ROWS, self.own_value_columns), 1)
         ds_layout = self._shared_layout((self.tile_n, self.tile_m), DS_STAGES)
         self.kernel(
             q_atom,
@@ -355,22 +369,24 @@ class AttentionBackward:
     ):
         """Roles, shared memory and barriers; the work is in `produce`, `add_dquery` and `consume`."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        statistics = self.stages * self.tile_m
+        # Weights go through shared memory where a warpgroup needs also those of others.
+        weight_tiles = cute.cosize(ds_layout) if self.split_columns else 0
 
         @cute.struct
         class Storage:
             q_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            do_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            do_barriers: cute.struct.MemRange[Int64, 2 * self.dout_stages]
             k_barriers: cute.struct.MemRange[Int64, 2]
             v_barriers: cute.struct.MemRange[Int64, 2]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, statistics], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, statistics], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * self.tile_m], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, self.dout_stages * self.tile_m], 128]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             values: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             douts: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
-            dquery: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * self.head_dim], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[self.dtype, weight_tiles], 1024]
+            dquery: cute.struct.Align[cute.struct.MemRange[Float32, self.warpgroups * DQ_PART], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         s_queries = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
@@ -378,10 +394,17 @@ class AttentionBackward:
         s_keys = storage.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_values = storage.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        s_weights = None
+        if cutlass.const_expr(self.split_columns):
+            s_weights = storage.weights.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         # A thread's columns of a row of statistics: 2 * (lane % 4) + {0, 1} + 8 * j.
-        by_column = cute.make_layout((2, 4, self.tile_m // 8, self.stages), stride=(1, 2, 8, self.tile_m))
-        s_lse = cute.make_tensor(storage.lse.data_ptr(), by_column)
-        s_delta = cute.make_tensor(storage.delta.data_ptr(), by_column)
+        s_lse, s_delta = (
+            cute.make_tensor(
+                rows.data_ptr(),
+                cute.make_layout((2, 4, self.tile_m // 8, stages), stride=(1, 2, 8, self.tile_m)),
+            )
+            for rows, stages in ((storage.lse, self.stages), (storage.delta, self.dout_stages))
+        )
 
         if warp_index == 0:
             for atom in (q_atom, k_atom, v_atom, do_atom, dk_atom, dv_atom):
@@ -401,7 +424,9 @@ class AttentionBackward:
         # With its rows a stage holds one statistic of each.
         pipelines = Pipelines(
             query=make_pipeline(storage.q_barriers, self.stages, self.tile_m * (2 * self.head_dim + 4)),
-            dout=make_pipeline(storage.do_barriers, self.stages, self.tile_m * (2 * self.value_head_dim + 4)),
+            dout=make_pipeline(
+                storage.do_barriers, self.dout_stages, self.tile_m * (2 * self.value_head_dim + 4)
+            ),
             key=make_pipeline(storage.k_barriers, 1, self.tile_n * 2 * self.head_dim),
             value=make_pipeline(storage.v_barriers, 1, self.tile_n * 2 * self.value_head_dim),
         )
@@ -438,7 +463,7 @@ class AttentionBackward:
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(
-                (s_queries, s_keys, s_values, s_douts, s_ds),
+                (s_queries, s_keys, s_values, s_douts, s_ds, s_weights),
                 (s_lse, s_delta),
                 storage.dquery.data_ptr(),
                 (dk_atom, dk_coords),
@@ -459,17 +484,18 @@ class AttentionBackward:
         key_rows, _, heads, _ = schedule.key_shape
         count = cute.ceil_div(key_rows, self.tile_n)
         cta = cute.arch.block_idx()[0]
-        place, index = cta // count, cta % count
+        place, index = divide(cta, count)
         index = cutlass.select_(schedule.counters != 0, count - 1 - index, index)
-        return Block(index=index, head=place % heads, batch=place // heads)
+        batch, head = divide(place, heads)
+        return Block(index=index, head=head, batch=batch)
 
     def locate(self, schedule: Schedule, block: Block, sharer: Int32) -> tuple[Work, blocks.QueryRange]:
         """The query head number `sharer` of those that share a block's keys, and the tiles that see them."""
         query_rows, _, _, _ = schedule.query_shape
         key_rows = schedule.key_shape[0]
-        repeat, in_group = sharer // schedule.group, sharer % schedule.group
-        inner = schedule.kv_inner
-        batch = (block.batch // inner * schedule.kv_repeat + repeat) * inner + block.batch % inner
+        repeat, in_group = divide(sharer, schedule.group)
+        outer, inner = divide(block.batch, schedule.kv_inner)
+        batch = (outer * schedule.kv_repeat + repeat) * schedule.kv_inner + inner
         work = Work(
             first_key=block.index * self.tile_n,
             batch=batch,
@@ -544,7 +570,8 @@ class AttentionBackward:
                 tma_bar_ptr=stages.producer_get_barrier(once),
             )
 
-        state = pipeline.make_pipeline_state(producer, self.stages)
+        q_state = pipeline.make_pipeline_state(producer, self.stages)
+        do_state = pipeline.make_pipeline_state(producer, self.dout_stages)
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
             rows = (None, None, work.head, work.batch)
@@ -553,9 +580,10 @@ class AttentionBackward:
             for step in cutlass.range(visited.stop - visited.start, unroll=1):
                 tile = visited.start + step
                 number = self.tile_number(schedule, work, tile)
-                self.load(queries, lse, tile, number, pipelines.query, state)
-                self.load(douts, delta, tile, number, pipelines.dout, state)
-                state.advance()
+                self.load(queries, lse, tile, number, pipelines.query, q_state)
+                q_state.advance()
+                self.load(douts, delta, tile, number, pipelines.dout, do_state)
+                do_state.advance()
 
     def load(
         self, tiles: tuple, statistic: tuple, tile: Int32, number: Int32, stages: Any, state: Any
@@ -575,10 +603,12 @@ class AttentionBackward:
                 read_only_args=[Int32(target), Int64(source), Int32(4 * self.tile_m), Int32(barrier.toint())],
             )
 
-    def _tma_tiles(self, operand: tuple, place: tuple, tile: tuple[int, int]) -> tuple[Any, Any, Any]:
-        """The copy atom of an operand, its shared stages and the tiles of one head, indexed in mode 1."""
+    def _tma_tiles(
+        self, operand: tuple, place: tuple, tile: tuple[int, int], which: tuple = (None, 0)
+    ) -> tuple[Any, Any, Any]:
+        """The copy atom of an operand, its shared stages and a row or column of a head's tiles, in mode 1."""
         atom, coords, shared = operand
-        tiles = cute.local_tile(coords[place], tile, (None, 0))
+        tiles = cute.local_tile(coords[place], tile, which)
         views = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
@@ -588,25 +618,17 @@ class AttentionBackward:
 
     @cute.jit
     def add_dquery(self, dquery: cute.Pointer, shared: cute.Pointer, schedule: Schedule):
-        """Add each step's dQ to global memory: one bulk copy for each warpgroup's half of the tile.
+        """Add each step's dQ to global memory: a bulk copy for each part that a warpgroup hands over.
 
         A tile is in the order in which threads hold it, so that neither they nor this copy meet a bank
         conflict: see `store_dquery`. Whoever reads the sums puts them in rows.
         """
-        part = WARPGROUP_ROWS * self.dq_columns
         block = self.block(schedule)
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
             for step in cutlass.range(visited.stop - visited.start, unroll=1):
                 tile = visited.start + step
                 number = self.tile_number(schedule, work, tile)
-                # The copies of the step before have read the tile.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                for wg in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.barrier_arrive(
-                        barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP
-                    )
                 if schedule.counters != 0:
                     before = (
                         blocks.last_block(
@@ -620,17 +642,26 @@ class AttentionBackward:
                         - block.index
                     )
                     self.await_turn(schedule.counters + Int64(number) * 4, before)
-                for wg in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.barrier(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
-                    source = (shared + wg * part).toint()
-                    target = (dquery + (Int64(number) * self.warpgroups + wg) * part).toint()
-                    with cute.arch.elect_one():
-                        cute.arch.inline_ptx(
-                            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-                            "[{$r0}], [{$r1}], {$r2};",
-                            read_only_args=[Int64(target), Int32(source), Int32(4 * part)],
+                for turn in cutlass.range_constexpr(self.dq_passes):
+                    # The copies before have read their parts.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    for wg in cutlass.range_constexpr(self.warpgroups):
+                        cute.arch.barrier_arrive(
+                            barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP
                         )
-                    cute.arch.cp_async_bulk_commit_group()
+                    for wg in cutlass.range_constexpr(self.warpgroups):
+                        cute.arch.barrier(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
+                        source = (shared + wg * DQ_PART).toint()
+                        place = (Int64(number) * self.warpgroups + wg) * self.dq_passes + turn
+                        target = (dquery + place * DQ_PART).toint()
+                        with cute.arch.elect_one():
+                            cute.arch.inline_ptx(
+                                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+                                "[{$r0}], [{$r1}], {$r2};",
+                                read_only_args=[Int64(target), Int32(source), Int32(4 * DQ_PART)],
+                            )
+                        cute.arch.cp_async_bulk_commit_group()
                 if schedule.counters != 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     cute.arch.sync_warp()
@@ -672,7 +703,7 @@ class AttentionBackward:
         schedule: Schedule,
     ):
         """Compute dK and dV of 64 keys, and the dQ tiles of every step together with the other warpgroup."""
-        s_queries, s_keys, s_values, s_douts, s_ds = shared
+        s_queries, s_keys, s_values, s_douts, s_ds, s_weights = shared
         s_lse, s_delta = statistics
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -681,7 +712,7 @@ class AttentionBackward:
         quad = lane % 4
 
         matmuls = self.matmuls()
-        operands = self.operands(matmuls, s_queries, s_keys, s_values, s_douts, s_ds, wg)
+        operands = self.operands(matmuls, shared, wg)
         registers = self.registers(matmuls)
         registers.dkey.fill(0.0)
         registers.dvalue.fill(0.0)
@@ -689,13 +720,19 @@ class AttentionBackward:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype),
             matmuls.scores[0],
         ).get_slice(thread)
-        ds_tiles = cute.local_tile(s_ds, (WARPGROUP_ROWS, self.tile_m), (None, 0, None))
-        own_ds = save.partition_D(ds_tiles[None, None, wg, None])
+        own_ds = save.partition_D(self.own_scores(s_ds, wg))
+        if cutlass.const_expr(self.split_columns):
+            own_weights = save.partition_D(self.own_scores(s_weights, wg))
 
         scale = cute.arch.load(scale_pointer, Float32)
         factor = scale * LOG2_E
         block = self.block(schedule)
-        key_in_block = wg * WARPGROUP_ROWS + thread // WARP * 16 + lane // 4
+        # Of the thread's two keys the first, in the block, and of its queries the first, in a tile.
+        key_in_block, query_in_tile = thread // WARP * 16 + lane // 4, 2 * quad
+        if cutlass.const_expr(self.split_columns):
+            query_in_tile += wg * self.own_queries
+        else:
+            key_in_block += wg * WARPGROUP_ROWS
 
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         pipelines.key.consumer_wait(once)
@@ -703,7 +740,7 @@ class AttentionBackward:
         # The query stages to wait for and to release.
         q_next = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.dout_stages)
         parity = Int32(0)
 
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
@@ -734,40 +771,64 @@ class AttentionBackward:
                     pipelines.query.consumer_release(q_state)
                     q_state.advance()
                 # dP runs.
-                self.exponentiate(registers.scores, s_lse, quad, q_next.index, factor)
+                self.exponentiate(registers.scores, s_lse, quad, self.own_groups(wg), q_next.index, factor)
                 if self.is_masked(tile, visited):
-                    self.apply_mask(registers.scores, work, key_index, tile * self.tile_m + 2 * quad)
+                    self.apply_mask(registers.scores, work, key_index, tile * self.tile_m + query_in_tile)
                 self.round_weights(registers)
-                self.issue_from_registers(
-                    matmuls.dvalue,
-                    registers.dvalue,
-                    registers.weights,
-                    operands.douts_by_row[None, None, None, do_state.index],
-                )
-                warpgroup.wait_group(1)
-                # dV runs.
-                self.cotangents(registers, s_delta, quad, do_state.index)
+                if cutlass.const_expr(self.split_columns):
+                    cute.copy(
+                        save, save.retile(registers.weights_rounded), own_weights[None, None, None, parity]
+                    )
+                    warpgroup.wait_group(0)
+                else:
+                    self.issue_from_registers(
+                        matmuls.dvalue,
+                        registers.dvalue,
+                        registers.weights,
+                        operands.douts_by_row[None, None, None, do_state.index],
+                    )
+                    warpgroup.wait_group(1)
+                    # dV runs.
+                self.cotangents(registers, s_delta, quad, self.own_groups(wg), do_state.index)
                 cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
-                warpgroup.wait_group(0)
+                if cutlass.const_expr(self.split_columns):
+                    self.issue_from_shared(
+                        matmuls.dvalue,
+                        registers.dvalue,
+                        operands.weights[None, None, None, parity],
+                        operands.douts_by_row[None, None, None, do_state.index],
+                    )
+                    self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
+                    warpgroup.wait_group(1)
+                else:
+                    warpgroup.wait_group(0)
+                    self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
                 pipelines.dout.consumer_release(do_state)
                 do_state.advance()
-                self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
-                self.issue_from_registers(
-                    matmuls.dkey,
-                    registers.dkey,
-                    registers.ds,
-                    operands.queries_by_row[None, None, None, q_next.index],
-                )
+                if cutlass.const_expr(self.split_columns):
+                    self.issue_from_shared(
+                        matmuls.dkey,
+                        registers.dkey,
+                        operands.ds[None, None, None, parity],
+                        operands.queries_by_row[None, None, None, q_next.index],
+                    )
+                else:
+                    self.issue_from_registers(
+                        matmuls.dkey,
+                        registers.dkey,
+                        registers.ds,
+                        operands.queries_by_row[None, None, None, q_next.index],
+                    )
                 q_next.advance()
                 warpgroup.wait_group(1)
                 # dK runs.
-                self.store_dquery(registers.dquery, s_dquery, wg, thread, 0)
-                for number in cutlass.range_constexpr(1, self.dq_passes):
-                    self.issue_dquery(matmuls, registers, operands, parity, wg, number)
+                self.store_dquery(registers.dquery, s_dquery, wg, thread)
+                for turn in cutlass.range_constexpr(1, self.dq_passes):
+                    self.issue_dquery(matmuls, registers, operands, parity, wg, turn)
                     warpgroup.wait_group(0)
-                    self.store_dquery(registers.dquery, s_dquery, wg, thread, number)
+                    self.store_dquery(registers.dquery, s_dquery, wg, thread)
                 parity = 1 - parity
                 if cutlass.const_expr(not self.config.overlap_dkey):
                     warpgroup.wait_group(0)
@@ -783,9 +844,9 @@ class AttentionBackward:
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
         for i in cutlass.range_constexpr(cute.size(registers.dkey)):
             registers.dkey[i] = registers.dkey[i] * scale
-        self.store_rows(matmuls.dkey, registers.dkey, s_keys, dkey, self.head_dim, block, wg, thread)
-        self.store_rows(
-            matmuls.dvalue, registers.dvalue, s_values, dvalue, self.value_head_dim, block, wg, thread
+        self.store_part(matmuls.dkey, registers.dkey, s_keys, dkey, self.own_columns, block, wg, thread)
+        self.store_part(
+            matmuls.dvalue, registers.dvalue, s_values, dvalue, self.own_value_columns, block, wg, thread
         )
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -794,43 +855,60 @@ class AttentionBackward:
         """The five matmuls of a step, S and dP being alike."""
         k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
         both = (False, True)
+        a = "rows" if self.split_columns else "registers"
         return Matmuls(
-            scores=tuple(self._matmul(self.tile_m, a="rows", b_major=k_major, accumulate=x) for x in both),
+            scores=tuple(
+                self._matmul(self.own_queries, a="rows", b_major=k_major, accumulate=x) for x in both
+            ),
             dquery=tuple(self._matmul(DQ_COLUMNS, a="columns", b_major=mn_major, accumulate=x) for x in both),
-            dkey=self._matmul(self.head_dim, a="registers", b_major=mn_major, accumulate=True),
-            dvalue=self._matmul(self.value_head_dim, a="registers", b_major=mn_major, accumulate=True),
+            dkey=self._matmul(self.own_columns, a=a, b_major=mn_major, accumulate=True),
+            dvalue=self._matmul(self.own_value_columns, a=a, b_major=mn_major, accumulate=True),
         )
 
-    def operands(
-        self, matmuls: Matmuls, s_queries: Any, s_keys: Any, s_values: Any, s_douts: Any, s_ds: Any, wg: Int32
-    ) -> Operands:
-        """Shared-memory operands. Of keys and values a warpgroup takes its 64 rows.
+    def own_scores(self, tiles: Any, wg: Int32) -> Any:
+        """This warpgroup's part of tiles of scores, (tile_n, tile_m): its 64 keys, or its queries."""
+        parts = cute.local_tile(tiles, (WARPGROUP_ROWS, self.own_queries), (None, None, None))
+        return parts[None, None, 0, wg, None] if self.split_columns else parts[None, None, wg, 0, None]
+
+    def own_groups(self, wg: Int32) -> Any:
+        """Where this warpgroup's queries begin in a tile, in eights."""
+        return wg * (self.own_queries // 8) if self.split_columns else 0
+
+    def operands(self, matmuls: Matmuls, shared: tuple, wg: Int32) -> Operands:
+        """Shared-memory operands of a warpgroup.
 
         dQ sums over all keys. Of its operand A a warpgroup takes its rows, or of B its columns.
         """
-        scores, dquery = matmuls.scores[0], matmuls.dquery[0]
-        a_of, b_of = scores.get_slice(0).partition_A, scores.get_slice(0).partition_B
-        keys, values = (
-            scores.make_fragment_A(
-                a_of(cute.local_tile(tile[None, None, 0], (WARPGROUP_ROWS, width), (None, 0)))
-            )[None, None, None, wg]
-            for tile, width in ((s_keys, self.head_dim), (s_values, self.value_head_dim))
-        )
-        queries_by_row, douts_by_row = (
-            matmul.make_fragment_B(matmul.get_slice(0).partition_B(transposed(tiles)))
-            for matmul, tiles in ((matmuls.dkey, s_queries), (matmuls.dvalue, s_douts))
-        )
+        s_queries, s_keys, s_values, s_douts, s_ds, s_weights = shared
+        scores, dquery, dkey, dvalue = matmuls.scores[0], matmuls.dquery[0], matmuls.dkey, matmuls.dvalue
+
+        def rows(matmul: Any, tile: Any, width: int) -> Any:
+            parts = cute.local_tile(tile, (WARPGROUP_ROWS, width), (None, 0))
+            part = 0 if self.split_columns else wg
+            return matmul.make_fragment_A(matmul.get_slice(0).partition_A(parts))[None, None, None, part]
+
+        def part_of_b(matmul: Any, tiles: Any, part_shape: tuple[int, int]) -> Any:
+            parts = cute.local_tile(tiles, part_shape, (None, 0, None))
+            part = wg if self.split_columns else 0
+            fragment = matmul.make_fragment_B(matmul.get_slice(0).partition_B(parts))
+            return fragment[None, None, None, part, None]
+
+        def staged_rows(matmul: Any, tiles: Any) -> Any:
+            return matmul.make_fragment_A(matmul.get_slice(0).partition_A(tiles))
+
         a_tiles = cute.local_tile(transposed(s_ds), (WARPGROUP_ROWS, self.tile_n), (None, 0, None))
         b_tiles = cute.local_tile(transposed(s_keys)[None, None, 0], (DQ_COLUMNS, self.tile_n), (None, 0))
         a_tile = wg if self.dq_by_rows else 0
         part = dquery.get_slice(0)
         return Operands(
-            keys=keys,
-            values=values,
-            queries=scores.make_fragment_B(b_of(s_queries)),
-            douts=scores.make_fragment_B(b_of(s_douts)),
-            queries_by_row=queries_by_row,
-            douts_by_row=douts_by_row,
+            keys=rows(scores, s_keys[None, None, 0], self.head_dim),
+            values=rows(scores, s_values[None, None, 0], self.value_head_dim),
+            queries=part_of_b(scores, s_queries, (self.own_queries, self.head_dim)),
+            douts=part_of_b(scores, s_douts, (self.own_queries, self.value_head_dim)),
+            queries_by_row=part_of_b(dkey, transposed(s_queries), (self.own_columns, self.tile_m)),
+            douts_by_row=part_of_b(dvalue, transposed(s_douts), (self.own_value_columns, self.tile_m)),
+            ds=staged_rows(dkey, s_ds) if self.split_columns else None,
+            weights=staged_rows(dvalue, s_weights) if self.split_columns else None,
             ds_by_row=dquery.make_fragment_A(part.partition_A(a_tiles))[None, None, None, a_tile, None],
             keys_by_row=dquery.make_fragment_B(part.partition_B(b_tiles)),
         )
@@ -841,18 +919,19 @@ class AttentionBackward:
         def accumulator(matmul: Any, columns: int) -> Any:
             return cute.make_rmem_tensor(matmul.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
 
-        scores, products = (accumulator(matmuls.scores[0], self.tile_m) for _ in range(2))
-        weight_pairs, ds_pairs = (cute.make_rmem_tensor(self.tile_m // 4, Uint32) for _ in range(2))
-        a_layout = cute.make_layout(((2, 2, 2), 1, self.tile_m // 16))
+        scores, products = (accumulator(matmuls.scores[0], self.own_queries) for _ in range(2))
+        weight_pairs, ds_pairs = (cute.make_rmem_tensor(self.own_queries // 4, Uint32) for _ in range(2))
+        a_layout = cute.make_layout(((2, 2, 2), 1, self.own_queries // 16))
         rounded = [cute.recast_ptr(pairs.iterator, dtype=self.dtype) for pairs in (weight_pairs, ds_pairs)]
         return Registers(
             scores=scores,
             products=products,
             dquery=accumulator(matmuls.dquery[0], DQ_COLUMNS),
-            dkey=accumulator(matmuls.dkey, self.head_dim),
-            dvalue=accumulator(matmuls.dvalue, self.value_head_dim),
+            dkey=accumulator(matmuls.dkey, self.own_columns),
+            dvalue=accumulator(matmuls.dvalue, self.own_value_columns),
             weight_pairs=weight_pairs,
             weights=cute.make_tensor(rounded[0], a_layout),
+            weights_rounded=cute.make_tensor(rounded[0], scores.layout),
             ds_pairs=ds_pairs,
             ds=cute.make_tensor(rounded[1], a_layout),
             ds_rounded=cute.make_tensor(rounded[1], scores.layout),
@@ -867,6 +946,13 @@ class AttentionBackward:
             cute.gemm(
                 overwrite if k == 0 else accumulate, acc, frag_a[None, None, k], frag_b[None, None, k], acc
             )
+        warpgroup.commit_group()
+
+    def issue_from_shared(self, matmul: Any, acc: Any, frag_a: Any, frag_b: Any) -> None:
+        """Start acc += A B, both in shared memory."""
+        warpgroup.fence()
+        for k in range(cute.size(frag_a.shape[2])):
+            cute.gemm(matmul, acc, frag_a[None, None, k], frag_b[None, None, k], acc)
         warpgroup.commit_group()
 
     def issue_dquery(
@@ -897,11 +983,13 @@ class AttentionBackward:
             else masked
         )
 
-    def exponentiate(self, scores: Any, s_lse: Any, quad: Int32, stage: Int32, factor: Float32) -> None:
+    def exponentiate(
+        self, scores: Any, s_lse: Any, quad: Int32, first: Any, stage: Int32, factor: Float32
+    ) -> None:
         """Turn scores into weights, in place."""
         pair = cute.make_rmem_tensor(2, Float32)
-        for j in range(self.tile_m // 8):
-            cute.autovec_copy(s_lse[None, quad, j, stage], pair)
+        for j in range(self.own_queries // 8):
+            cute.autovec_copy(s_lse[None, quad, first + j, stage], pair)
             for r in range(2):
                 for c in range(2):
                     i = 4 * j + 2 * r + c
@@ -929,12 +1017,12 @@ class AttentionBackward:
         for i in range(cute.size(registers.weight_pairs)):
             registers.weight_pairs[i] = self.pack(registers.scores[2 * i], registers.scores[2 * i + 1])
 
-    def cotangents(self, registers: Registers, s_delta: Any, quad: Int32, stage: Int32) -> None:
+    def cotangents(self, registers: Registers, s_delta: Any, quad: Int32, first: Any, stage: Int32) -> None:
         """DS = P * (dP - delta), rounded."""
         pair = cute.make_rmem_tensor(2, Float32)
         weights, products = registers.scores, registers.products
-        for j in range(self.tile_m // 8):
-            cute.autovec_copy(s_delta[None, quad, j, stage], pair)
+        for j in range(self.own_queries // 8):
+            cute.autovec_copy(s_delta[None, quad, first + j, stage], pair)
             for r in range(2):
                 i = 4 * j + 2 * r
                 registers.ds_pairs[2 * j + r] = self.pack(
@@ -950,29 +1038,26 @@ class AttentionBackward:
             read_only_args=[high, low],
         )
 
-    def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32, number: int) -> None:
-        """Hand pass `number` of this warpgroup's part of dQ to `add_dquery`.
+    def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32) -> None:
+        """Hand 64 rows and columns of dQ to `add_dquery`.
 
         Four columns of a row at a time, [j: columns / 16][r: 2][thread: 128][4]: those of thread t are row
         16 * (t // 32) + 8 * r + t % 32 // 4 and columns 16 * j + 2 * (t % 4) + {0, 1, 8, 9}.
         """
-        groups = DQ_COLUMNS // 16
         target = cute.make_tensor(
-            shared + wg * (WARPGROUP_ROWS * self.dq_columns) + number * (WARPGROUP_ROWS * DQ_COLUMNS),
-            cute.make_layout((4, WARPGROUP, 2 * groups), stride=(1, 4, 4 * WARPGROUP)),
+            shared + wg * DQ_PART,
+            cute.make_layout((4, WARPGROUP, DQ_PART // WARPGROUP // 4), stride=(1, 4, 4 * WARPGROUP)),
         )
         four = cute.make_rmem_tensor(4, Float32)
         threads = WARPGROUP + WARP
-        if number == 0:
-            cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=threads)
-        for j in range(groups):
+        cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=threads)
+        for j in range(DQ_COLUMNS // 16):
             for r in range(2):
                 for e in range(4):
                     four[e] = acc[8 * j + 4 * (e // 2) + 2 * r + e % 2]
                 cute.autovec_copy(four, target[None, thread, 2 * j + r])
-        if number == self.dq_passes - 1:
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=threads)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=threads)
 
     @cute.jit
     def clear_keys(self, s_keys: cute.Tensor, s_values: cute.Tensor, work: Work, schedule: Schedule):
@@ -1014,18 +1099,18 @@ class AttentionBackward:
             for step in cutlass.range((count - thread + self.consumers - 1) // self.consumers, unroll=1):
                 words[start + step * self.consumers + thread] = Uint32(0)
 
-    def store_rows(
+    def store_part(
         self,
         matmul: Any,
         acc: Any,
         s_rows: Any,
         target: tuple,
-        width: int,
+        columns: int,
         block: Block,
         wg: Int32,
         thread: Int32,
     ) -> None:
-        """Round 64 rows of dK or dV into shared memory and start their store."""
+        """Round this warpgroup's part of dK or dV into shared memory and start its store."""
         pairs = cute.make_rmem_tensor(cute.size(acc) // 2, Uint32)
         for i in range(cute.size(pairs)):
             pairs[i] = self.pack(acc[2 * i], acc[2 * i + 1])
@@ -1033,28 +1118,36 @@ class AttentionBackward:
         save = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), matmul
         ).get_slice(thread)
-        tiles = cute.local_tile(s_rows[None, None, 0], (WARPGROUP_ROWS, width), (None, 0))
+        # The parts of one tile are below one another, or side by side.
+        parts = (0, None) if self.split_columns else (None, 0)
+        tiles = cute.local_tile(s_rows[None, None, 0], (WARPGROUP_ROWS, columns), parts)
         cute.copy(save, save.retile(rounded), save.partition_D(tiles[None, None, wg]))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP)
-        self.start_store(target, tiles, width, block, wg)
+        self.start_store(target, tiles, columns, block, wg)
 
     @cute.jit
     def start_store(
-        self,
-        target: tuple,
-        tiles: cute.Tensor,
-        width: cutlass.Constexpr,
-        block: Block,
-        wg: Int32,
+        self, target: tuple, tiles: cute.Tensor, columns: cutlass.Constexpr, block: Block, wg: Int32
     ):
-        """Start the TMA store of a warpgroup's 64 rows."""
+        """Start the TMA store of the part number `wg`."""
         atom, coords = target
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             place = (None, None, block.head, block.batch)
-            _, s_view, g_view = self._tma_tiles((atom, coords, tiles), place, (WARPGROUP_ROWS, width))
-            cute.copy(atom, s_view[None, wg], g_view[None, block.index * self.warpgroups + wg])
+            tile = (WARPGROUP_ROWS, columns)
+            if cutlass.const_expr(self.split_columns):
+                _, s_view, g_view = self._tma_tiles((atom, coords, tiles), place, tile, (block.index, None))
+                cute.copy(atom, s_view[None, wg], g_view[None, wg])
+            else:
+                _, s_view, g_view = self._tma_tiles((atom, coords, tiles), place, tile)
+                cute.copy(atom, s_view[None, wg], g_view[None, block.index * self.warpgroups + wg])
             cute.arch.cp_async_bulk_commit_group()
+
+
+def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
+    """Quotient and remainder of two numbers that are not negative, by one unsigned division."""
+    quotient = Int32(Uint32(a) // Uint32(b))
+    return quotient, a - quotient * b
 
 
 def transposed(tiles: Any) -> Any:

@@ -174,12 +174,14 @@ class BackwardConfig:
 
     Attributes:
       dtype: `"bf16"` or `"fp16"`, of query, key, value and their cotangents.
-      head_dim: columns of a query or key tile, 64 or 128. Narrower heads run in it by the TMA's zero fill.
+      head_dim: columns of a query or key tile: 64, 128 or 256. Narrower heads run in it by the TMA's zero
+        fill.
       value_head_dim: columns of a value tile, likewise; None for as many.
       mask: which mask code is compiled in. The ends of the keys and queries are always masked.
       tile_m: query rows of a step, 64, or 128 with two consumer warpgroups.
-      tile_n: keys of a CTA, 64 for each of one or two consumer warpgroups.
-      stages: depth of the query and of the dout pipeline, in steps.
+      tile_n: keys of a CTA, 64 for each of one or two consumer warpgroups. With heads of more than 128
+        columns, two warpgroups share 64 keys and divide the columns.
+      stages, dout_stages: depths of the query and of the dout pipeline, in steps.
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
@@ -194,6 +196,7 @@ class BackwardConfig:
     tile_m: int
     tile_n: int
     stages: int = 2
+    dout_stages: int = 2
     min_blocks: int = 1
     overlap_dkey: bool
     producer_registers: int = 24
@@ -204,16 +207,27 @@ class BackwardConfig:
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name, allowed in (
-            ("head_dim", (64, 128)),
-            ("value_head_dim", (64, 128)),
+            ("head_dim", (64, 128, 256)),
+            ("value_head_dim", (64, 128, 256)),
             ("tile_n", (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)),
             ("tile_m", (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {allowed}")
-        if self.tile_m > self.tile_n:
+        if self.split_columns:
+            if (self.tile_m, self.tile_n) != (WARPGROUP_ROWS, WARPGROUP_ROWS):
+                raise ValueError(
+                    f"heads of more than 128 columns need tile_m={WARPGROUP_ROWS} and "
+                    f"tile_n={WARPGROUP_ROWS}, got {self.tile_m} and {self.tile_n}"
+                )
+            if min(self.head_dim, self.value_head_dim) < 128:
+                raise ValueError(
+                    f"two warpgroups divide columns in parts of 64 at least, got head_dim={self.head_dim} "
+                    f"and value_head_dim={self.value_head_dim}"
+                )
+        elif self.tile_m > self.tile_n:
             raise ValueError(f"tile_m={self.tile_m} must be at most tile_n={self.tile_n}")
-        if self.tile_m * self.head_dim < self.tile_n * 64:
+        elif self.tile_m * self.head_dim < self.tile_n * 64:
             raise ValueError(
                 f"tile_m={self.tile_m} and head_dim={self.head_dim} leave less than 64 x 64 elements of dQ "
                 f"to each of {self.consumer_warpgroups} warpgroups"
@@ -226,7 +240,12 @@ class BackwardConfig:
     @property
     def consumer_warpgroups(self) -> int:
         """Warpgroups that compute; one more feeds them."""
-        return self.tile_n // WARPGROUP_ROWS
+        return 2 if self.split_columns else self.tile_n // WARPGROUP_ROWS
+
+    @property
+    def split_columns(self) -> bool:
+        """Whether warpgroups divide the columns of dK and dV, which are too many for one's registers."""
+        return max(self.head_dim, self.value_head_dim) > 128
 
     @property
     def threads(self) -> int:
@@ -236,10 +255,13 @@ class BackwardConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: barriers and row statistics, then the tiles."""
-        widths = self.head_dim + self.value_head_dim
-        halves = self.tile_n * widths + self.stages * self.tile_m * widths + 2 * self.tile_n * self.tile_m
-        head = 128 + 2 * self.stages * self.tile_m * 4
-        return -(-head // 1024) * 1024 + 2 * halves + 4 * self.tile_m * self.head_dim
+        head = 128 + (self.stages + self.dout_stages) * self.tile_m * 4
+        halves = self.tile_n * (self.head_dim + self.value_head_dim)
+        halves += self.tile_m * (self.stages * self.head_dim + self.dout_stages * self.value_head_dim)
+        # Two tiles of dS, and of weights where they go through shared memory too.
+        halves += (4 if self.split_columns else 2) * self.tile_n * self.tile_m
+        dquery = self.consumer_warpgroups * WARPGROUP_ROWS * 64
+        return -(-head // 1024) * 1024 + 2 * halves + 4 * dquery
 
     @property
     def name(self) -> str:
