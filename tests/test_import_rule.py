@@ -25,6 +25,7 @@ ORDER = [
     "_ring",
     "_attention",
     "_arguments",
+    "_export",
     "_primitives",
     "_kernel_call",
     "_batching",
@@ -137,6 +138,7 @@ print([name for name in sys.modules if name.startswith(("jax_r2p.aot", "jax_r2p.
 
 def test_public_names():
     assert set(jax_r2p.__all__) == {
+        "DISABLED_CHECKS",
         "OUT_NAME",
         "RESIDUAL_NAME",
         "Explanation",
@@ -147,6 +149,7 @@ def test_public_names():
         "explain",
         "from_zigzag",
         "reference",
+        "register",
         "ring_attention",
         "to_zigzag",
         "zigzag_order",

@@ -1,5 +1,5 @@
 """What the tests of fresh processes run: `python processes.py first INDEX OUT.npz`, `... replay OUT.npz` or
-`... gradients OUT.npz`.
+`... gradients OUT.npz` or `... exported PROGRAM.bin OUT.npz`.
 
 A process of its own is needed where the first call counts, or where XLA's flags do.
 """
@@ -140,6 +140,32 @@ def _gradients(path: str) -> None:
     print(count_launches(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
 
 
+def _exported(program: str, path: str) -> None:
+    """Results and gradients of a program in a file, where nothing but the package was imported before.
+
+    Prints how many kernels one run of both launches. If a program is for several devices, runs it on those.
+    """
+    import jax
+    import jax.export
+    import numpy as np
+    from exported import arrays, cotangent, place
+
+    import jax_r2p
+
+    jax_r2p.register()
+    loaded = jax.export.deserialize(bytearray(Path(program).read_bytes()))
+
+    @jax.jit
+    def both(*args):
+        results, transpose = jax.vjp(loaded.call, *args)
+        return results, transpose(jax.tree.map(cotangent, results))
+
+    args = place(arrays(), loaded.nr_devices)
+    leaves = jax.tree.leaves(both(*args))
+    np.savez(path, *[np.asarray(x, np.float32) for x in leaves])
+    print(count_launches(lambda: jax.block_until_ready(both(*args)), runs=1))
+
+
 def count_launches(function, runs: int) -> int:
     """How many kernels the library launched while `function` ran on the same buffers `runs` times.
 
@@ -164,5 +190,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     if sys.argv[1] == "first":
         _first(int(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "exported":
+        _exported(sys.argv[2], sys.argv[3])
     else:
         {"replay": _replay, "gradients": _gradients}[sys.argv[1]](sys.argv[2])
