@@ -211,6 +211,26 @@ def test_two_variants_without_compiling(tmp_path):
     }
 
 
+def test_backward_kernel(tmp_path):
+    """Counted as it is shipped, compiler or not, by its own parts."""
+    name = "bwd_bf16_d64_window"
+    at_start(tmp_path, HIDE_COMPILER)
+    done = run_audit("--variant", name, "--json", cwd=tmp_path, first=tmp_path)
+    [document] = json.loads(done.stdout)["variants"]
+    assert (document["name"], document["role"]) == (name, "backward")
+    expected = audit.load_expected()[name]
+    assert list(document["parts"]) == list(expected) == [audit.WHOLE, audit.STEP, audit.MASKED]
+    for part, counts in document["parts"].items():
+        assert {opcode: counts[opcode] for opcode in ("total", "R2P", "HGMMA")} == {
+            opcode: {"with_r2p": expected[part][opcode]} for opcode in ("total", "R2P", "HGMMA")
+        }
+    shown = run_audit("--show", "--variant", name, cwd=tmp_path, first=tmp_path).stdout
+    titles = [line for line in shown.splitlines() if line.startswith("bwd_")]
+    assert titles == [
+        f"{name}, masked: 2 words of mask bits, 8 instructions turn them into predicates for 32 scores"
+    ]
+
+
 # Masks -----------------------------------------------------------------------------------------------------
 
 

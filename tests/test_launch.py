@@ -29,7 +29,7 @@ from jax_r2p import _ffi
 from jax_r2p._manifest import Variant, load_manifest, package_file
 
 VARIANTS = {variant.name: variant for variant in load_manifest().variants if variant.role == "forward"}
-BF16_D128 = VARIANTS["fwd_bf16_d128_causal"]
+BF16_D128 = VARIANTS["fwd_bf16_d128_causal_wide"]
 BF16_D64 = VARIANTS["fwd_bf16_d64_window"]
 CONTEXT = 0xC000000000000000 | STREAM
 
@@ -370,7 +370,7 @@ REFUSALS = {
     "head-dim-odd": (
         shaped((2, 16, 2, 36), (2, 16, 2, 36)),
         r"query: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal'; got 36",
+        r"'fwd_bf16_d128_causal_wide'; got 36",
     ),
     "head-dim-wide": (
         shaped((2, 16, 2, 136), (2, 16, 2, 136)),
@@ -379,7 +379,7 @@ REFUSALS = {
     "value-head-dim-odd": (
         shaped((2, 16, 2, 128), value_width=12),
         r"value: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal'; got 12",
+        r"'fwd_bf16_d128_causal_wide'; got 12",
     ),
     "value-head-dim-wide": (
         shaped((2, 16, 2, 128), value_width=192),
@@ -734,14 +734,16 @@ FAILURES = {
     ("cuCtxPushCurrent", 1): "cuCtxPushCurrent failed for the stream's context",
     ("cuCtxGetId", 1): "cuCtxGetId failed for the stream's context",
     ("cuThreadExchangeStreamCaptureMode", 1): "cuThreadExchangeStreamCaptureMode failed for loading a kernel",
-    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal'",
-    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal', entry "
+    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal_wide'",
+    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal_wide', entry "
     f"'{BF16_D128.entry}'",
-    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal'",
-    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', "
+    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal_wide'",
+    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', "
     f"{BF16_D128.shared_memory} bytes of shared memory",
-    ("cuFuncSetAttribute", 2): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', shared memory "
-    "carveout",
+    (
+        "cuFuncSetAttribute",
+        2,
+    ): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', shared memory carveout",
     (
         "cuTensorMapEncodeTiled",
         1,
@@ -758,7 +760,10 @@ FAILURES = {
     "boxes of 64 rows and 64 columns",
     ("cuCtxGetDevice", 1): "cuCtxGetDevice failed for the stream's context",
     ("cuDeviceGetAttribute", 1): "cuDeviceGetAttribute failed for the number of multiprocessors",
-    ("cuLaunchKernelEx", 1): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with 32 blocks of "
+    (
+        "cuLaunchKernelEx",
+        1,
+    ): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal_wide' with 32 blocks of "
     rf"{BF16_D128.threads} threads",
 }
 
