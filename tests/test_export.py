@@ -106,7 +106,7 @@ def test_export_demands_the_names(name):
 def test_disabled_checks_name_every_target():
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in _export.TARGETS]
     assert list(jax_r2p.DISABLED_CHECKS) == checks
-    assert set(_export.TARGETS) == {*_ffi._SYMBOLS, _sharding.TARGET}
+    assert set(_export.TARGETS) == {*_ffi._SYMBOLS, _sharding.TARGET, _sharding.BACKWARD_TARGET}
 
 
 # Another process
