@@ -207,9 +207,21 @@ def test_registers_move_once_per_role(variant: Variant, parts: dict[str, sass.Co
 # Backward kernels ------------------------------------------------------------------------------------------
 
 
+def column_parts(variant: Variant) -> int:
+    """Parts that warpgroups divide the columns of dK and dV into, and the queries of the scores."""
+    config = VARIANTS[variant.name].config
+    assert isinstance(config, BackwardConfig)
+    return config.consumer_warpgroups if config.split_columns else 1
+
+
+def dq_passes(variant: Variant) -> int:
+    """Tiles of 64 x 64 elements of dQ that a warpgroup computes in a step."""
+    return variant.tile_m * variant.head_dim // (consumer_warpgroups(variant) * 64 * 64)
+
+
 def queries_of_a_key(variant: Variant) -> int:
-    """Scores are transposed: a row of a thread is a key, of which it has a quarter of the step's queries."""
-    return variant.tile_m // 4
+    """Elements that a thread has of each of its two keys."""
+    return variant.tile_m // column_parts(variant) // 4
 
 
 def consumer_warpgroups(variant: Variant) -> int:
@@ -232,7 +244,7 @@ def test_backward_masks_have_no_compare_per_element(
     # The sign bit of a word, and which of the two keys are there.
     words = ROWS_OF_THREAD * -(-queries_of_a_key(backward) // 32)
     assert backward_parts[audit.MASKED].count("ISETP") <= words + ROWS_OF_THREAD
-    assert backward_parts[audit.STEP].count("ISETP") < queries_of_a_key(backward)
+    assert backward_parts[audit.STEP].count("ISETP") < ROWS_OF_THREAD * queries_of_a_key(backward)
 
 
 def test_backward_has_no_local_memory(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
@@ -242,15 +254,14 @@ def test_backward_has_no_local_memory(backward: Variant, backward_parts: dict[st
 
 def test_backward_matmuls(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
     """S^T and dP^T over the head dims, dV and dK over the queries of a step, dQ over the CTA's keys."""
-    rows = 64
-    passes = backward.tile_m * backward.head_dim // (consumer_warpgroups(backward) * rows * rows)
+    parts = column_parts(backward)
     wanted = collections.Counter[str]()
     for columns, depth in (
-        (backward.tile_m, backward.head_dim),
-        (backward.tile_m, backward.value_head_dim),
-        (backward.value_head_dim, backward.tile_m),
-        (backward.head_dim, backward.tile_m),
-        (64, passes * backward.tile_n),
+        (backward.tile_m // parts, backward.head_dim),
+        (backward.tile_m // parts, backward.value_head_dim),
+        (backward.value_head_dim // parts, backward.tile_m),
+        (backward.head_dim // parts, backward.tile_m),
+        (64, dq_passes(backward) * backward.tile_n),
     ):
         wanted[f"64x{columns}x16"] += depth // MATMUL_DEPTH
     step = backward_parts[audit.STEP]
@@ -262,16 +273,17 @@ def test_backward_matmuls_stay_in_flight(backward: Variant, backward_parts: dict
     """A wait for S^T, dP^T, dV and each pass of dQ; and one for dK, after the last step or in each."""
     config = VARIANTS[backward.name].config
     assert isinstance(config, BackwardConfig)
-    passes = backward.tile_m * backward.head_dim // (consumer_warpgroups(backward) * 64 * 64)
-    waits = 3 + passes
+    waits = 3 + dq_passes(backward)
     assert backward_parts[audit.STEP].count(audit.WAIT) == waits + (not config.overlap_dkey)
     assert backward_parts[audit.WHOLE].count(audit.WAIT) == waits + 1
 
 
 def test_backward_roles(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
-    """Registers move once a role, and each warpgroup's part of dQ is added by one bulk copy a step."""
+    """Registers move once a role, and each 64 x 64 part of dQ is added by one bulk copy a step."""
     assert backward_parts[audit.WHOLE].count("USETMAXREG") == 2
-    assert backward_parts[audit.WHOLE].count(audit.REDUCE) == consumer_warpgroups(backward)
+    assert backward_parts[audit.WHOLE].count(audit.REDUCE) == consumer_warpgroups(backward) * dq_passes(
+        backward
+    )
     assert backward_parts[audit.STEP].count(audit.REDUCE) == 0
 
 
