@@ -243,8 +243,10 @@ def test_backward_masks_have_no_compare_per_element(
 ) -> None:
     # The sign bit of a word, and which of the two keys are there.
     words = ROWS_OF_THREAD * -(-queries_of_a_key(backward) // 32)
-    assert backward_parts[audit.MASKED].count("ISETP") <= words + ROWS_OF_THREAD
-    assert backward_parts[audit.STEP].count("ISETP") < ROWS_OF_THREAD * queries_of_a_key(backward)
+    masked, step = (backward_parts[part].count("ISETP") for part in (audit.MASKED, audit.STEP))
+    assert masked <= words + ROWS_OF_THREAD
+    # Barriers, and whether a tile is masked or crosses the end of the queries: none of it by element.
+    assert step - masked < 20
 
 
 def test_backward_has_no_local_memory(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:
