@@ -30,7 +30,7 @@ MASKS = {
     "window": {"window": (37, 11)},
 }
 DTYPES = ("bfloat16", "float16")
-WIDTHS = (64, 128)
+WIDTHS = (64, 128, 256)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 319, 320, 321, 383)
 
 masks = pytest.mark.parametrize("mask", MASKS)
@@ -123,8 +123,8 @@ def test_windows(h, dtype):
 @masks
 def test_head_dims(mask):
     """Narrower than the kernel's tiles, in steps of 8; others are padded."""
-    pairs = [(h, None) for h in (*range(8, 129, 8), 1, 17, 33, 100, 127)]
-    pairs += [(24, 120), (120, 24), (128, 64), (64, 72)]
+    pairs = [(h, None) for h in (*range(8, 129, 8), *range(136, 257, 24), 192, 1, 17, 33, 100, 127, 191)]
+    pairs += [(24, 120), (120, 24), (128, 64), (64, 72), (192, 128), (128, 192)]
     check([Call(t=130, h=h, hv=hv, **MASKS[mask]) for h, hv in pairs])
 
 
@@ -268,7 +268,7 @@ def test_transforms_agree_with_a_loop():
 
 REPEATED = [
     Call(t=1000, b=2, n=8, k=2, h=h, dtype=dtype, **mask)
-    for h, dtype in ((128, "bfloat16"), (64, "float16"))
+    for h, dtype in ((128, "bfloat16"), (64, "float16"), (256, "bfloat16"))
     for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
 ]
 
