@@ -23,7 +23,7 @@ from numerics import FACTOR, FLOOR, UNBOUNDED, Problem, _rounded
 
 NAMES = ("dquery", "dkey", "dvalue")
 
-_WIDTH = 128
+_WIDTHS = (128, 256)
 _LENGTHS = (64, 208, 400, 800, 1152)
 _HEADS = 8
 
@@ -117,6 +117,10 @@ def _padded(length: int) -> int:
     return next(size for size in _LENGTHS if length <= size)
 
 
+def _padded_width(p: Problem) -> int:
+    return next(width for width in _WIDTHS if max(p.query.shape[-1], p.out_shape[-1]) <= width)
+
+
 def expected(problems: Sequence[Problem], cotangents: Sequence[Cotangents]) -> list[Expected]:
     """The gradients of each problem. What is not there is taken as 0, and gets 0.
 
@@ -126,14 +130,14 @@ def expected(problems: Sequence[Problem], cotangents: Sequence[Cotangents]) -> l
         Expected(*(tuple(np.zeros(x.shape, np.float32) for x in (p.query, p.key, p.value)) for _ in range(2)))
         for p in problems
     ]
-    groups: dict[tuple[int, int, str], list[tuple[int, int, int]]] = {}
+    groups: dict[tuple[int, int, int, str], list[tuple[int, int, int]]] = {}
     for index, p in enumerate(problems):
         b, t, s, n, _, _ = p.shape
-        group = (_padded(t), _padded(s), p.query.dtype.name)
+        group = (_padded(t), _padded(s), _padded_width(p), p.query.dtype.name)
         groups.setdefault(group, []).extend((index, x, y) for x in range(b) for y in range(n))
-    for (lq, lk, _), heads in groups.items():
+    for (lq, lk, width, _), heads in groups.items():
         for start in range(0, len(heads), _HEADS):
-            _compute(problems, cotangents, results, heads[start : start + _HEADS], lq, lk)
+            _compute(problems, cotangents, results, heads[start : start + _HEADS], lq, lk, width)
     return [result.rounded(p.query.dtype) for p, result in zip(problems, results, strict=True)]
 
 
@@ -144,9 +148,10 @@ def _compute(
     heads: Sequence[tuple[int, int, int]],
     lq: int,
     lk: int,
+    width: int,
 ) -> None:
     dtype = problems[heads[0][0]].query.dtype
-    arrays = [np.zeros((_HEADS, length, _WIDTH), dtype) for length in (lq, lk, lk, lq)]
+    arrays = [np.zeros((_HEADS, length, width), dtype) for length in (lq, lk, lk, lq)]
     dlse = np.zeros((_HEADS, lq), np.float32)
     sizes, scale = np.zeros((_HEADS, 4), np.int32), np.zeros(_HEADS, np.float32)
     for m, (index, b, head) in enumerate(heads):

@@ -616,13 +616,16 @@ class AttentionForward:
                 self.sync_warpgroup(wg)
             if cutlass.const_expr(self.config.query_in_registers):
                 cute.copy(load, load.partition_S(s_rows[None, None, wg]), load.retile(frag_q))
-                cute.arch.sync_warp()  # every lane has read before one of them says so
-                pipelines.query.consumer_release(q_state)
 
             # The block visited first: it takes every mask, and nothing is in flight beside it.
             k_pipeline.consumer_wait(k_state)
             self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
             warpgroup.wait_group(0)
+            if cutlass.const_expr(self.config.query_in_registers):
+                # Not before: the release does not wait for the copy into registers to end, only matmuls on
+                # them do. Rows that lie beyond the array are zeros that TMA need not fetch; they came fast
+                # enough to be read in place of the last columns.
+                pipelines.query.consumer_release(q_state)
             k_pipeline.consumer_release(k_state)
             k_state.advance()
             self.apply_mask(
