@@ -331,8 +331,13 @@ def test_value_of_a_backward_kernel_is_as_wide_as_key_by_default() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 96}, r"head_dim=96 must be one of \(64, 128\)"),
-        ({"value_head_dim": 256}, r"value_head_dim=256 must be one of \(64, 128\)"),
+        ({"head_dim": 96}, r"head_dim=96 must be one of \(64, 128, 256\)"),
+        ({"value_head_dim": 192}, r"value_head_dim=192 must be one of \(64, 128, 256\)"),
+        ({"head_dim": 256}, "heads of more than 128 columns need tile_m=64 and tile_n=64, got 64 and 128"),
+        (
+            {"head_dim": 256, "value_head_dim": 64, "tile_n": 64},
+            "parts of 64 at least, got head_dim=256 and value_head_dim=64",
+        ),
         ({"tile_n": 192}, r"tile_n=192 must be one of \(64, 128\)"),
         ({"tile_m": 32}, r"tile_m=32 must be one of \(64, 128\)"),
         ({"tile_m": 128, "tile_n": 64}, "tile_m=128 must be at most tile_n=64"),

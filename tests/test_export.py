@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::jax_r2p.FallbackWarning")
 pytest.importorskip("flatbuffers", reason="jax.export writes and reads files with flatbuffers")
 
 VARIANTS = {variant.name: variant.role for variant in load_manifest().variants}
-ROLES = {_ffi.TARGET: "forward", _ffi.BACKWARD_TARGET: "backward"}
+ROLES = {_ffi.BACKWARD_TARGET: "backward", _sharding.BACKWARD_TARGET: "backward"}
+"""Of the kernels in a target's calls; those of the others are forward."""
 ADVICE = """
 tests/data/{file} stands for files that users of released versions keep. It must go on running:
 - a call of another signature (operands, results, attributes, or what one of them means) needs a target
@@ -114,7 +115,10 @@ def test_disabled_checks_name_every_target():
 
 def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

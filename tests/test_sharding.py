@@ -537,7 +537,7 @@ def test_text_is_the_same_in_every_process():
     """Or the persistent compilation cache would never find it."""
     code = PROCESS.format(tests=str(ROOT / "tests"))
     text = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, timeout=120
     ).stdout
     here = [lower_for_cuda(function).as_text().strip() for function in (attend, windowed_gradient)]
     assert [part.strip() for part in re.split(r"^(?=module )", text.strip(), flags=re.MULTILINE)[1:]] == here
