@@ -21,7 +21,6 @@ The method is FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024).
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -29,15 +28,13 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.utils import LayoutEnum
+from cutlass.cute.runtime import make_fake_stream
 
 from jax_r2p.kernels import blocks, mask
+from jax_r2p.kernels.common import LOG2_E, AttentionKernel, fake_array, transposed
 from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, BackwardConfig, box_columns
-
-LOG2_E = math.log2(math.e)
 
 REDUCE_WARP = 1
 """The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads."""
@@ -146,22 +143,14 @@ class Pipelines(NamedTuple):
     value: Any
 
 
-class AttentionBackward:
+class AttentionBackward(AttentionKernel):
     """Builds the backward kernel of one `BackwardConfig`."""
 
     def __init__(self, config: BackwardConfig):
         """Fix everything that is static."""
+        super().__init__(config)
         self.config = config
-        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
-        self.tile_m = config.tile_m
-        self.tile_n = config.tile_n
-        self.head_dim = config.head_dim
-        self.value_head_dim = config.value_head_dim
-        self.stages = config.stages
-        self.has_left = config.mask == "window"
-        self.has_right = config.mask in ("causal", "window")
         self.dout_stages = config.dout_stages
-        self.warpgroups = config.consumer_warpgroups
         self.consumers = self.warpgroups * WARPGROUP
         # Warpgroups share out keys, each with all columns of dK and dV; or, where these are too many for its
         # registers, columns, and then the queries of the scores, which all of them need.
@@ -269,21 +258,18 @@ class AttentionBackward:
         batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
         head_dim, value_head_dim = (cute.sym_int(divisibility=8) for _ in range(2))
 
-        def array(dtype: Any, shape: tuple, align: int) -> Any:
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
         query, dout = (
-            array(self.dtype, (batch, query_length, heads, width), 16) for width in (head_dim, value_head_dim)
+            fake_array(self.dtype, (batch, query_length, heads, width), 16)
+            for width in (head_dim, value_head_dim)
         )
         key, value, dkey, dvalue = (
-            array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
+            fake_array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
             for width in (head_dim, value_head_dim) * 2
         )
-        dquery, lse, delta = (array(Float32, (cute.sym_int(),), 16) for _ in range(3))
+        dquery, lse, delta = (fake_array(Float32, (cute.sym_int(),), 16) for _ in range(3))
         arrays = (query, key, value, dout, dkey, dvalue, dquery, lse, delta)
         numbers = (*[Int64(0)] * 2, *[Int32(1)] * 6)
-        return (*arrays, Int64(0), array(Float32, (1,), 4), *numbers, make_fake_stream())
+        return (*arrays, Int64(0), fake_array(Float32, (1,), 4), *numbers, make_fake_stream())
 
     @property
     def _query_tile(self) -> tuple[int, int]:
@@ -300,18 +286,6 @@ class AttentionBackward:
     @property
     def _value_tile(self) -> tuple[int, int]:
         return (self.tile_n, self.value_head_dim)
-
-    def _shared_layout(self, tile: tuple[int, int], stages: int) -> Any:
-        """Layout of `stages` row-major tiles in shared memory."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile[1])
-        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
-
-    def _tma_operand(self, op: Any, array: Any, tile: tuple[int, int], stages: int) -> tuple[Any, Any, Any]:
-        """The shared layout of `stages` tiles, and TMA atom and coordinates of `array`."""
-        layout = self._shared_layout(tile, stages)
-        one = cute.select(layout, mode=[0, 1])
-        return (layout, *cpasync.make_tiled_tma_atom(op, array, one, tile))
 
     def _matmul(self, columns: int, *, a: str, b_major: Any, accumulate: bool) -> Any:
         """A warpgroup's 64 x columns matmul. `a`: "rows", "columns" (transposed) or "registers"."""
@@ -513,20 +487,6 @@ class AttentionBackward:
         )
         return work, visited
 
-    @cute.jit
-    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
-        """How many of the `extent` rows of an array the sequence of a batch fills."""
-        length = extent
-        if lengths != 0:
-            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
-            length = cute.arch.load(stored + batch, Int32)
-            length = blocks.minimum(blocks.maximum(length, 0), extent)
-        return length
-
-    def _right_bound(self, work: Work) -> Any:
-        """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
-        return {"none": None, "causal": 0, "window": work.window_right}[self.config.mask]
-
     def tile_number(self, schedule: Schedule, work: Work, tile: Int32) -> Int32:
         """The place of a query tile among those of all heads."""
         rows, _, heads, _ = schedule.query_shape
@@ -599,17 +559,6 @@ class AttentionBackward:
                 "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
                 read_only_args=[Int32(target), Int64(source), Int32(4 * self.tile_m), Int32(barrier.toint())],
             )
-
-    def _tma_tiles(
-        self, operand: tuple, place: tuple, tile: tuple[int, int], which: tuple = (None, 0)
-    ) -> tuple[Any, Any, Any]:
-        """The copy atom of an operand, its shared stages and a row or column of a head's tiles, in mode 1."""
-        atom, coords, shared = operand
-        tiles = cute.local_tile(coords[place], tile, which)
-        views = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        return (atom, *views)
 
     # Sums of dQ ------------------------------------------------------------------------------------------
 
@@ -771,7 +720,7 @@ class AttentionBackward:
                 self.exponentiate(registers.scores, s_lse, quad, self.own_groups(wg), q_next.index, factor)
                 if self.is_masked(tile, visited):
                     self.apply_mask(registers.scores, work, key_index, tile * self.tile_m + query_in_tile)
-                self.round_weights(registers)
+                self.round_pairs(registers.scores, registers.weight_pairs)
                 if cutlass.const_expr(self.split_columns):
                     cute.copy(
                         save, save.retile(registers.weights_rounded), own_weights[None, None, None, parity]
@@ -1011,11 +960,6 @@ class AttentionBackward:
                 below.append(end - origin)
         mask.apply_r2p(weights, below=tuple(below), above=tuple(above), hidden=0.0)
 
-    def round_weights(self, registers: Registers) -> None:
-        """Weights as the operand of dV."""
-        for i in range(cute.size(registers.weight_pairs)):
-            registers.weight_pairs[i] = self.pack(registers.scores[2 * i], registers.scores[2 * i + 1])
-
     def cotangents(self, registers: Registers, s_delta: Any, quad: Int32, first: Any, stage: Int32) -> None:
         """DS = P * (dP - delta), rounded."""
         pair = cute.make_rmem_tensor(2, Float32)
@@ -1027,15 +971,6 @@ class AttentionBackward:
                 registers.ds_pairs[2 * j + r] = self.pack(
                     weights[i] * (products[i] - pair[0]), weights[i + 1] * (products[i + 1] - pair[1])
                 )
-
-    def pack(self, low: Float32, high: Float32) -> Uint32:
-        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
-        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[self.config.dtype]
-        return cute.arch.inline_ptx(
-            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Uint32],
-            read_only_args=[high, low],
-        )
 
     def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32) -> None:
         """Hand 64 rows and columns of dQ to `add_dquery`.
@@ -1111,8 +1046,7 @@ class AttentionBackward:
     ) -> None:
         """Round this warpgroup's part of dK or dV into shared memory and start its store."""
         pairs = cute.make_rmem_tensor(cute.size(acc) // 2, Uint32)
-        for i in range(cute.size(pairs)):
-            pairs[i] = self.pack(acc[2 * i], acc[2 * i + 1])
+        self.round_pairs(acc, pairs)
         rounded = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=self.dtype), acc.layout)
         save = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype), matmul
@@ -1147,8 +1081,3 @@ def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
     """Quotient and remainder of two numbers that are not negative, by one unsigned division."""
     quotient = Int32(Uint32(a) // Uint32(b))
     return quotient, a - quotient * b
-
-
-def transposed(tiles: Any) -> Any:
-    """Staged row-major tiles seen as column-major ones."""
-    return cute.make_tensor(tiles.iterator, cute.select(tiles.layout, mode=[1, 0, 2]))

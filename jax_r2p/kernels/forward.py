@@ -23,15 +23,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.utils import LayoutEnum
+from cutlass.cute.runtime import make_fake_stream
 
 from jax_r2p.kernels import blocks, mask
+from jax_r2p.kernels.common import LOG2_E, AttentionKernel, fake_array, transposed
 from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, ForwardConfig
 
-LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 LARGE_EXPONENT = float(2**22)
@@ -117,21 +116,13 @@ class Tile(NamedTuple):
     window_right: Any
 
 
-class AttentionForward:
+class AttentionForward(AttentionKernel):
     """Builds the forward kernel of one `ForwardConfig`."""
 
     def __init__(self, config: ForwardConfig):
         """Fix everything that is static."""
+        super().__init__(config)
         self.config = config
-        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
-        self.tile_m = config.tile_m
-        self.tile_n = config.tile_n
-        self.head_dim = config.head_dim
-        self.value_head_dim = config.value_head_dim
-        self.stages = config.stages
-        self.warpgroups = config.consumer_warpgroups
-        self.has_left = config.mask == "window"
-        self.has_right = config.mask in ("causal", "window")
         self.ping_pong = config.ping_pong and self.warpgroups > 1
 
     # Host side -------------------------------------------------------------------------------------------
@@ -222,18 +213,15 @@ class AttentionForward:
         batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
         head_dim, value_head_dim = (cute.sym_int(divisibility=8) for _ in range(2))
 
-        def array(dtype: Any, shape: tuple, align: int) -> Any:
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
         query, out = (
-            array(self.dtype, (batch, query_length, heads, width), 16) for width in (head_dim, value_head_dim)
-        )
-        key, value = (
-            array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
+            fake_array(self.dtype, (batch, query_length, heads, width), 16)
             for width in (head_dim, value_head_dim)
         )
-        lse, scale = array(Float32, (cute.sym_int(),), 4), array(Float32, (1,), 4)
+        key, value = (
+            fake_array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
+            for width in (head_dim, value_head_dim)
+        )
+        lse, scale = fake_array(Float32, (cute.sym_int(),), 4), fake_array(Float32, (1,), 4)
         return (query, key, value, out, lse, scale, *[Int64(0)] * 2, *[Int32(1)] * 7, make_fake_stream())
 
     @property
@@ -251,14 +239,6 @@ class AttentionForward:
     @property
     def _out_tile(self) -> tuple[int, int]:
         return (WARPGROUP_ROWS, self.value_head_dim)
-
-    def _tma_operand(self, op: Any, array: Any, tile: tuple[int, int], stages: int) -> tuple[Any, Any, Any]:
-        """Layout of `stages` row-major tiles in shared memory, and TMA atom and coordinates of `array`."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile[1])
-        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        layout = cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
-        one = cute.select(layout, mode=[0, 1])
-        return (layout, *cpasync.make_tiled_tma_atom(op, array, one, tile))
 
     def _scores_matmul(self, accumulate: bool) -> Any:
         """One warpgroup's S = Q K^T or S += Q K^T, with K in shared memory."""
@@ -460,23 +440,6 @@ class AttentionForward:
         )
         return work, visited
 
-    @cute.jit
-    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
-        """How many of the `extent` rows of an array the sequence of a batch fills.
-
-        Producer and consumers have to come to the same blocks, and do: nothing writes the lengths meanwhile.
-        """
-        length = extent
-        if lengths != 0:
-            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
-            length = cute.arch.load(stored + batch, Int32)
-            length = blocks.minimum(blocks.maximum(length, 0), extent)
-        return length
-
-    def _right_bound(self, work: Tile) -> Any:
-        """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
-        return {"none": None, "causal": 0, "window": work.window_right}[self.config.mask]
-
     def right_limit(self, work: Tile, row: Int32) -> Int32:
         """First key that `row` does not see on the right."""
         return blocks.right_limit(
@@ -536,15 +499,6 @@ class AttentionForward:
             tma_bar_ptr=stages.producer_get_barrier(state),
         )
 
-    def _tma_tiles(self, operand: tuple, place: tuple, tile: tuple[int, int]) -> tuple[Any, Any, Any]:
-        """The copy atom of an operand, its shared stages and the tiles of one head, indexed in mode 1."""
-        atom, coords, shared = operand
-        tiles = cute.local_tile(coords[place], tile, (None, 0))
-        views = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        return (atom, *views)
-
     # Consumers -------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -575,8 +529,7 @@ class AttentionForward:
         else:
             frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))[None, None, None, wg]
         frag_k = qk[0].make_fragment_B(thread_qk.partition_B(s_keys))
-        transposed = cute.make_tensor(s_values.iterator, cute.select(s_values.layout, mode=[1, 0, 2]))
-        frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed))
+        frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed(s_values)))
         scores = cute.make_rmem_tensor(qk[0].partition_shape_C((WARPGROUP_ROWS, self.tile_n)), Float32)
         acc = cute.make_rmem_tensor(pv.partition_shape_C(self._out_tile), Float32)
         # The accumulator of 64 x tile_n scores, read in register order, is the A operand of tile_n / 16
@@ -784,20 +737,6 @@ class AttentionForward:
                 scores[i] = cute.arch.exp2(scores[i] * factor - base)
             total = reduce_by_four([scores[i] for i in index], lambda a, b: a + b)
             row_sum[r] = row_sum[r] * correction[r] + total
-
-    def round_pairs(self, values: Any, pairs: Any) -> None:
-        """Round fp32 registers to the input type, two to a register."""
-        for i in range(cute.size(pairs)):
-            pairs[i] = self.pack(values[2 * i], values[2 * i + 1])
-
-    def pack(self, low: Float32, high: Float32) -> Uint32:
-        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
-        suffix = {"bf16": "bf16x2", "fp16": "f16x2"}[self.config.dtype]
-        return cute.arch.inline_ptx(
-            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Uint32],
-            read_only_args=[high, low],
-        )
 
     def rescale(self, acc: Any, row_factor: Any) -> None:
         """Multiply each of the thread's two rows of `acc` by its factor."""
