@@ -15,6 +15,7 @@ from jax_r2p import _arguments, _dispatch, _primitives, reference
 from jax_r2p._arguments import ArrayOrStruct
 from jax_r2p._dispatch import Capability, Implementation
 from jax_r2p._manifest import Variant
+from jax_r2p._promotion import promoting
 from jax_r2p._spec import AttentionSpec
 
 
@@ -52,6 +53,7 @@ def attention(
 ) -> tuple[Array, Array]: ...
 
 
+@promoting
 def attention(
     query: ArrayLike,
     key: ArrayLike,

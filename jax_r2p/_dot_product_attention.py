@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_r2p import _arguments, _dispatch, _primitives
+from jax_r2p._promotion import promoting
 from jax_r2p._spec import AttentionSpec
 
 Implementation = Literal["xla", "cudnn", "r2p"]
@@ -66,6 +67,7 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@promoting
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -37,6 +37,7 @@ from jax_r2p import _batching, _blockwise, _dispatch, _ffi, _kernel_call, _shard
 from jax_r2p._batching import Role
 from jax_r2p._manifest import Role as ManifestRole
 from jax_r2p._manifest import Variant, load_manifest
+from jax_r2p._promotion import promoting
 from jax_r2p._spec import AttentionSpec
 
 _Function = Callable[..., Sequence[Array]]
@@ -297,6 +298,7 @@ def _backward_roles(*, lengths: _Lengths, of: _Of, **params: Any) -> list[Role]:
     return [query, key, value, *small, *[Role.WHOLE] * 4]
 
 
+@promoting
 def _batch(
     operands: Sequence[Array], axes: Sequence[int | None], *, primitive: Any, roles: Any, **params: Any
 ) -> tuple[Sequence[Array], Sequence[int]]:
@@ -316,6 +318,7 @@ for _p, _r in (
 # Differentiation.
 
 
+@promoting
 def _jvp(
     primals: Sequence[Array],
     tangents: Sequence[Any],
@@ -335,6 +338,7 @@ def _jvp(
     return [out, lse], _bind(attention_tangent_p, *primals, out, lse, *given, **params, of=of)
 
 
+@promoting
 def _transpose(
     cotangents: Sequence[Any],
     *operands: Any,
@@ -373,6 +377,7 @@ ad.primitive_jvps[attention_p] = _jvp
 ad.primitive_transposes[attention_tangent_p] = _transpose
 
 
+@promoting
 def _jvp_of(
     primals: Sequence[Array], tangents: Sequence[Any], *, primitive: Any, function: _Function, **params: Any
 ) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -397,6 +402,7 @@ for _p, _f in ((attention_tangent_p, _tangent), (attention_backward_p, _backward
 # process.
 
 
+@promoting
 def _lower(function: _Function, ctx: Any, *operands: Any) -> Any:
     """Lowers a function of plain arrays in place of a primitive.
 
@@ -485,6 +491,7 @@ mlir.register_lowering(attention_backward_p, _lower_backward_default)
 mlir.register_lowering(attention_backward_p, _lower_backward_cuda, platform="cuda")
 
 
+@promoting
 def _forward_kernel(
     *operands: Array, spec: AttentionSpec, lengths: _Lengths, variant: Variant
 ) -> Sequence[Array]:
@@ -492,6 +499,7 @@ def _forward_kernel(
     return _kernel_call.forward(*call, spec=spec, variant=variant)
 
 
+@promoting
 def _backward_kernel(
     *operands: Array,
     spec: AttentionSpec,

@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from jax_r2p import _arguments, _attention, _blockwise, _primitives, reference
 from jax_r2p._dispatch import Implementation
+from jax_r2p._promotion import promoting
 from jax_r2p._spec import AttentionSpec
 
 Layout = Literal["contiguous", "zigzag"]
@@ -73,6 +74,7 @@ def ring_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@promoting
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -534,11 +536,13 @@ def _merge(
     return _put(whole[0], merged, rows), _put(whole[1], both, rows, axis=-1)
 
 
+@promoting
 def _around_forward(ring: _Ring, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     results = _around(ring, *operands)
     return results, (*operands, *results)
 
 
+@promoting
 def _around_backward(
     ring: _Ring, kept: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, ...]:

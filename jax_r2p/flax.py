@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_r2p import _dispatch, _dot_product_attention
+from jax_r2p._promotion import promoting
 
 __all__ = ["attention_fn"]
 
 _IMPLEMENTATIONS = (None, "r2p", "xla")
 
 
+@promoting
 def attention_fn(
     query: Array,
     key: Array,

@@ -44,6 +44,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_r2p import _scores
+from jax_r2p._promotion import promoting
 from jax_r2p._spec import AttentionSpec
 
 
@@ -54,6 +55,7 @@ def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 # Called outside of jit, its operations would be compiled and run one by one.
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
+@promoting
 def attention(
     query: Array,
     key: Array,

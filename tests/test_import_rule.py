@@ -35,6 +35,7 @@ ORDER = [
     "_manifest",
     "_blockwise",
     "reference",
+    "_promotion",
     "_scores",
     "_spec",
 ]
