@@ -473,7 +473,7 @@ def test_rows_are_read_as_written(tmp_path):
 
 
 def test_recorded_rows_are_rows():
-    """Those of every release can be shown; counters, checks of several GPUs and curves have rows of their own."""
+    """Those of every release can be shown; counters, checks of several GPUs and curves are other rows."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))
     others = ("counters.jsonl", "multi_gpu.jsonl", "train-r2p.jsonl", "train-cudnn.jsonl")
     files = [file for file in files if file.name not in others]
