@@ -205,7 +205,7 @@ def test_query_stage_is_released_when_matmuls_have_read_it(
     """An arrival does not wait for copies into registers that are under way, and TMA may be faster than they.
 
     Rows beyond the array are zeros, which it need not fetch. They stood in place of the last 16 columns of
-    rows before, in 1 of 100 runs of some calls on a busy GPU.
+    rows before, in some runs of some calls on a busy GPU.
     """
     config = VARIANTS[variant.name].config
     assert isinstance(config, ForwardConfig)

@@ -13,9 +13,11 @@ which the kernel writes it; otherwise a transpose would be such a copy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +203,23 @@ def fill_shared_memory_with_nan(h: int, dtype: str) -> None:
     """
     nan = jnp.full((1, 256, 1056, h), jnp.nan, dtype)  # 1056 heads: 8 blocks per SM of an H200 at the least
     jax.block_until_ready(kernel(nan, nan[:, :, :1], nan[:, :, :1]))
+
+
+@contextlib.contextmanager
+def busy_gpu() -> Iterator[None]:
+    """Keeps matmuls in flight from another thread, so that blocks start at other times and on other SMs."""
+    matmul, stop = jax.jit(lambda x: x @ x), threading.Event()
+    x = jnp.ones((1024, 1024), jnp.bfloat16)
+    jax.block_until_ready(matmul(x))
+
+    def busy():
+        while not stop.is_set():
+            jax.block_until_ready([matmul(x) for _ in range(20)])
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

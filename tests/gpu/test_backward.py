@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import Cotangents, random_cotangents
-from harness import Call, kernel, poisoned
+from harness import Call, busy_gpu, kernel, poisoned
 from numerics import Problem, visible
 from processes import REPLAYS, count_launches, start
 from test_processes import GRAPHS
@@ -288,21 +287,8 @@ def test_fifty_deterministic_runs_are_bit_equal_while_the_gpu_is_busy(call):
     """Another thread keeps matmuls in flight, so blocks start at other times and on other SMs."""
     function, arrays = compiled(call, deterministic=True)
     want = bits(function(*arrays))
-    matmul, stop = jax.jit(lambda x: x @ x), threading.Event()
-    x = jnp.ones((1024, 1024), jnp.bfloat16)
-    jax.block_until_ready(matmul(x))
-
-    def busy():
-        while not stop.is_set():
-            jax.block_until_ready([matmul(x) for _ in range(20)])
-
-    thread = threading.Thread(target=busy)
-    thread.start()
-    try:
+    with busy_gpu():
         same = [bits(function(*arrays)) == want for _ in range(50)]
-    finally:
-        stop.set()
-        thread.join()
     assert all(same), f"{same.count(False)} of 50 runs differ"
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Call, kernel, poisoned
+from harness import Call, busy_gpu, kernel, poisoned
 from numerics import check as compare
 from numerics import expected
 
@@ -55,21 +55,8 @@ def test_bit_equal_while_the_gpu_is_busy(call):
     """Another thread keeps matmuls in flight, so blocks start at other times and on other SMs."""
     f, arrays, _ = _compiled(call)
     want = _bits(f(*arrays))
-    matmul, stop = jax.jit(lambda x: x @ x), threading.Event()
-    x = jnp.ones((1024, 1024), jnp.bfloat16)
-    jax.block_until_ready(matmul(x))
-
-    def busy():
-        while not stop.is_set():
-            jax.block_until_ready([matmul(x) for _ in range(20)])
-
-    thread = threading.Thread(target=busy)
-    thread.start()
-    try:
+    with busy_gpu():
         same = [_bits(f(*arrays)) == want for _ in range(50)]
-    finally:
-        stop.set()
-        thread.join()
     assert all(same), f"{same.count(False)} of 50 runs differ"
 
 
