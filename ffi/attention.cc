@@ -17,13 +17,6 @@ Status CheckRole(const Variant& variant, R2pRole role) {
   return Status();
 }
 
-Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high) {
-    return InvalidArgument(name, ": expected ", low, "..", high, "; got ", value);
-  }
-  return Status();
-}
-
 Status CheckHeadDim(const Tensor& tensor, int64_t widest, const Variant& variant) {
   const int64_t head_dim = tensor.dims[3];
   if (head_dim % kHeadDimMultiple != 0 || head_dim > widest) {
@@ -87,6 +80,13 @@ Status CheckCall(const AttentionCall& call, R2pRole role, const Variant& variant
   R2P_RETURN_IF_ERROR(CheckRange("window_right", call.window_right, 0, kUnbounded));
   R2P_RETURN_IF_ERROR(CheckSharedKeys(call, p));
   return CountBlocks("query", p.batch, p.heads, p.queries, variant.tile_m, kUnbounded, &problem->head_tiles);
+}
+
+Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    return InvalidArgument(name, ": expected ", low, "..", high, "; got ", value);
+  }
+  return Status();
 }
 
 Status CountBlocks(const char* name, int64_t batch, int64_t heads, int64_t rows, int32_t block_rows,

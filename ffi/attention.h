@@ -53,6 +53,10 @@ struct Problem {
 // Error: INVALID_ARGUMENT naming the argument, expected and got.
 Status CheckCall(const AttentionCall& call, R2pRole role, const Variant& variant, Problem* problem);
 
+// Checks that `value`, called `name` in the error, is in low..high.
+// Error: INVALID_ARGUMENT naming it, expected and got.
+Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high);
+
 // Sets `blocks` to the number of blocks of `block_rows` rows in one head of array `name`, which has that many
 // batch entries and heads. Error: INVALID_ARGUMENT when all heads together have more than `most`.
 Status CountBlocks(const char* name, int64_t batch, int64_t heads, int64_t rows, int32_t block_rows,

@@ -144,27 +144,28 @@ namespace {
 
 ffi::Error ExecuteBackward(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                            ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
-                           ffi::AnyBuffer scale, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
-                           ffi::AnyBuffer dquery_zeros, ffi::AnyBuffer counters_zeros,
+                           ffi::AnyBuffer scale, ffi::AnyBuffer dquery_factor, ffi::AnyBuffer query_lengths,
+                           ffi::AnyBuffer key_lengths, ffi::AnyBuffer sums_zeros, ffi::AnyBuffer marks_zeros,
                            ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
-                           ffi::Result<ffi::AnyBuffer> dvalue, ffi::Result<ffi::AnyBuffer> counters,
-                           std::string_view variant, int32_t window_left, int32_t window_right,
-                           int64_t kv_repeat, int64_t kv_inner) {
+                           ffi::Result<ffi::AnyBuffer> dvalue, ffi::Result<ffi::AnyBuffer> sums,
+                           ffi::Result<ffi::AnyBuffer> marks, std::string_view variant, int32_t window_left,
+                           int32_t window_right, int64_t kv_repeat, int64_t kv_inner, int64_t lag,
+                           bool deterministic) {
   return ToError(WithoutExceptions([&] {
     const AttentionCall call = ToCall(stream, query, key, value, scale, query_lengths, key_lengths, variant,
                                       window_left, window_right, kv_repeat, kv_inner);
-    return LaunchBackward(BackwardRequest{call, ToTensor("dout", dout), ToTensor("lse", lse),
-                                          ToTensor("delta", delta), ToTensor("dquery_zeros", dquery_zeros),
-                                          ToTensor("counters_zeros", counters_zeros),
-                                          ToTensor("dquery", *dquery), ToTensor("dkey", *dkey),
-                                          ToTensor("dvalue", *dvalue), ToTensor("counters", *counters)});
+    return LaunchBackward(BackwardRequest{
+        call, ToTensor("dout", dout), ToTensor("lse", lse), ToTensor("delta", delta),
+        ToTensor("dquery_factor", dquery_factor), ToTensor("sums_zeros", sums_zeros),
+        ToTensor("marks_zeros", marks_zeros), ToTensor("dquery", *dquery), ToTensor("dkey", *dkey),
+        ToTensor("dvalue", *dvalue), ToTensor("sums", *sums), ToTensor("marks", *marks), lag, deterministic});
   }));
 }
 
 }  // namespace
 }  // namespace jax_r2p
 
-// As above. The results dquery and counters are the memory of the operands that hold their zeros.
+// As above. The results sums and marks are the memory of the operands that hold their zeros.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_execute, jax_r2p::ExecuteBackward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
@@ -175,17 +176,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_execute, jax_r2p::Execu
                                   .Arg<ffi::AnyBuffer>()  // lse
                                   .Arg<ffi::AnyBuffer>()  // delta
                                   .Arg<ffi::AnyBuffer>()  // scale
+                                  .Arg<ffi::AnyBuffer>()  // dquery_factor
                                   .Arg<ffi::AnyBuffer>()  // query_lengths
                                   .Arg<ffi::AnyBuffer>()  // key_lengths
-                                  .Arg<ffi::AnyBuffer>()  // dquery_zeros
-                                  .Arg<ffi::AnyBuffer>()  // counters_zeros
+                                  .Arg<ffi::AnyBuffer>()  // sums_zeros
+                                  .Arg<ffi::AnyBuffer>()  // marks_zeros
                                   .Ret<ffi::AnyBuffer>()  // dquery
                                   .Ret<ffi::AnyBuffer>()  // dkey
                                   .Ret<ffi::AnyBuffer>()  // dvalue
-                                  .Ret<ffi::AnyBuffer>()  // counters
+                                  .Ret<ffi::AnyBuffer>()  // sums
+                                  .Ret<ffi::AnyBuffer>()  // marks
                                   .Attr<std::string_view>("variant")
                                   .Attr<int32_t>("window_left")
                                   .Attr<int32_t>("window_right")
                                   .Attr<int64_t>("kv_repeat")
-                                  .Attr<int64_t>("kv_inner"),
+                                  .Attr<int64_t>("kv_inner")
+                                  .Attr<int64_t>("lag")
+                                  .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});

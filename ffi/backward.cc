@@ -1,5 +1,7 @@
 #include "backward.h"
 
+#include <algorithm>
+
 #include "cubin.h"
 #include "driver.h"
 #include "launch.h"
@@ -24,10 +26,12 @@ struct Parameters {
   Dims dkey_dims;
   Dims dvalue_dims;
   void* dquery;
+  void* sums;
+  void* marks;
   void* lse;
   void* delta;
-  void* counters;
   void* scale;
+  void* dquery_factor;
   void* query_lengths;
   void* key_lengths;
   int32_t window_left;
@@ -35,6 +39,9 @@ struct Parameters {
   int32_t group;
   int32_t kv_repeat;
   int32_t kv_inner;
+  int32_t slots;
+  int32_t lag;
+  int32_t deterministic;
 };
 
 #define R2P_PARAMETER(name, size) \
@@ -42,8 +49,17 @@ struct Parameters {
 #include "parameters_backward.def"
 #undef R2P_PARAMETER
 
-// The kernel adds to the result, so it has to be the operand that holds zeros.
-Status CheckAlias(const Tensor& result, const Tensor& zeros) {
+// The (batch, head) pairs of key. Thread blocks are numbered by place, and then by block of keys; those of a
+// place add to the sums of the `sharers` heads of query that share its keys.
+int64_t Places(const Problem& p) { return p.kv_batch * p.kv_heads; }
+
+// What the kernel works in: an operand of zeros, whose memory the result has.
+Status CheckWorkspace(const Tensor& result, const Tensor& zeros, int32_t dtype, int64_t alignment,
+                      const int64_t* shape, const char* rule) {
+  for (const Tensor* tensor : {&zeros, &result}) {
+    R2P_RETURN_IF_ERROR(CheckTensor(*tensor, dtype, 3, alignment));
+    R2P_RETURN_IF_ERROR(CheckShape(*tensor, shape, rule));
+  }
   if (result.data != zeros.data) {
     return InvalidArgument(result.name, ": expected the address of ", zeros.name, ", ", zeros.data, "; got ",
                            result.data);
@@ -51,25 +67,36 @@ Status CheckAlias(const Tensor& result, const Tensor& zeros) {
   return Status();
 }
 
-// Sums over tiles of query rows, which the kernel keeps in the order of its registers.
-Status CheckSums(const BackwardRequest& request, const Variant& variant, const Problem& p) {
-  const int64_t shape[] = {p.batch, p.heads, p.head_tiles, int64_t{variant.tile_m} * variant.head_dim};
-  for (const Tensor* tensor : {&request.dquery_zeros, &request.dquery}) {
-    R2P_RETURN_IF_ERROR(CheckTensor(*tensor, R2P_F32, 4, kVectorAlignment));
-    R2P_RETURN_IF_ERROR(CheckShape(*tensor, shape, "(batch, heads, tiles, elements of a tile) of query"));
-  }
-  return CheckAlias(request.dquery, request.dquery_zeros);
+// A slot has the sums of one head of query at a time, for tiles of its rows, in the order of the kernel's
+// registers. How many slots there are only CheckRing limits.
+Status CheckSlots(const BackwardRequest& request, const Variant& variant, const Problem& p) {
+  const Tensor& zeros = request.sums_zeros;
+  R2P_RETURN_IF_ERROR(CheckTensor(zeros, R2P_F32, 3, kVectorAlignment));
+  const int64_t slots = zeros.dims[0];
+  const int64_t sums_shape[] = {slots, p.head_tiles, int64_t{variant.tile_m} * variant.head_dim};
+  const int64_t marks_shape[] = {slots, p.head_tiles, 2};
+  R2P_RETURN_IF_ERROR(CheckWorkspace(request.sums, zeros, R2P_F32, kVectorAlignment, sums_shape,
+                                     "(slots of sums_zeros, tiles of query, elements of a tile)"));
+  return CheckWorkspace(request.marks, request.marks_zeros, R2P_S32, kScalarAlignment, marks_shape,
+                        "(slots of sums_zeros, tiles of query, 2)");
 }
 
-// A counter for each tile of query rows, or none.
-Status CheckCounters(const BackwardRequest& request, const Problem& p) {
-  const int64_t tiles = p.batch * p.heads * p.head_tiles;
-  for (const Tensor* tensor : {&request.counters_zeros, &request.counters}) {
-    R2P_RETURN_IF_ERROR(CheckOptional(*tensor, R2P_S32, tiles, "the tiles of query"));
+// Thread blocks start in the order of their numbers, as far as there is room, so that one may wait only for
+// those of lower numbers: else all that run may wait for one that has no room. The thread blocks of a place
+// wait for all additions of the place `lag` before theirs, whose sums they finish. And before they add to a
+// slot that has been used they wait for it to be finished, by the thread blocks `lag` places after that use:
+// these come first if the use was more than `lag` places ago.
+Status CheckRing(const BackwardRequest& request, const Problem& p) {
+  const int64_t heads = p.batch * p.heads, slots = request.sums.dims[0];
+  R2P_RETURN_IF_ERROR(CheckRange("lag", request.lag, 1, Places(p)));
+  const int64_t sharers = heads / Places(p);
+  const int64_t least = std::min((request.lag + 1) * sharers, heads);
+  if (slots < least || slots > heads) {
+    return InvalidArgument("sums: expected ", least, "..", heads, " slots: at least ", sharers,
+                           " for each of lag + 1 = ", request.lag + 1,
+                           " heads of key, or one for each head of query, and no more; got ", slots);
   }
-  R2P_RETURN_IF_ERROR(
-      CheckShape(request.counters, request.counters_zeros.dims, "the shape of counters_zeros"));
-  return IsEmpty(request.counters) ? Status() : CheckAlias(request.counters, request.counters_zeros);
+  return Status();
 }
 
 Status CheckRequest(const BackwardRequest& request, const Variant& variant, Problem* problem) {
@@ -78,26 +105,35 @@ Status CheckRequest(const BackwardRequest& request, const Variant& variant, Prob
   const Problem& p = *problem;
   const int64_t dout_shape[] = {p.batch, p.queries, p.heads, p.value_head_dim};
   const int64_t row_shape[] = {p.batch, p.heads, p.head_tiles * variant.tile_m};
-  for (const Tensor* tensor : {&request.dout, &request.dkey, &request.dvalue}) {
+  R2P_RETURN_IF_ERROR(CheckTensor(request.dquery_factor, R2P_F32, 0, kScalarAlignment));
+  for (const Tensor* tensor : {&request.dout, &request.dquery, &request.dkey, &request.dvalue}) {
     R2P_RETURN_IF_ERROR(CheckTensor(*tensor, variant.dtype, 4, kVectorAlignment));
   }
   R2P_RETURN_IF_ERROR(CheckShape(request.dout, dout_shape, "as query with the head dim of value"));
+  R2P_RETURN_IF_ERROR(CheckShape(request.dquery, call.query.dims, "that of query"));
   R2P_RETURN_IF_ERROR(CheckShape(request.dkey, call.key.dims, "that of key"));
   R2P_RETURN_IF_ERROR(CheckShape(request.dvalue, call.value.dims, "that of value"));
   for (const Tensor* tensor : {&request.lse, &request.delta}) {
     R2P_RETURN_IF_ERROR(CheckTensor(*tensor, R2P_F32, 3, kVectorAlignment));
     R2P_RETURN_IF_ERROR(CheckShape(*tensor, row_shape, "(batch, heads, rows of whole tiles) of query"));
   }
-  R2P_RETURN_IF_ERROR(CheckSums(request, variant, p));
-  return CheckCounters(request, p);
+  R2P_RETURN_IF_ERROR(CheckSlots(request, variant, p));
+  return CheckRing(request, p);
 }
 
-// A thread block has tile_n keys of one head, and goes through the query rows that see them.
-Status CountThreadBlocks(const Problem& problem, const Variant& variant, int64_t* blocks) {
+// A thread block has tile_n keys of one head, and goes through the query rows that see them. Those of `lag`
+// more places only finish sums.
+Status CountThreadBlocks(const BackwardRequest& request, const Variant& variant, const Problem& problem,
+                         int64_t* blocks) {
   int64_t head_blocks = 0;
   R2P_RETURN_IF_ERROR(CountBlocks("key", problem.kv_batch, problem.kv_heads, problem.keys, variant.tile_n,
                                   kMaxInt32, &head_blocks));
-  *blocks = head_blocks * problem.kv_batch * problem.kv_heads;
+  *blocks = (Places(problem) + request.lag) * head_blocks;
+  if (*blocks > kMaxInt32) {
+    return InvalidArgument("lag: expected key's batch times heads plus lag, times blocks of ", variant.tile_n,
+                           " rows, to be at most ", kMaxInt32, "; got ", Places(problem), " plus ",
+                           request.lag, ", times ", head_blocks);
+  }
   return Status();
 }
 
@@ -120,10 +156,12 @@ Status Pack(const Driver& driver, const BackwardRequest& request, const Variant&
   parameters->dkey_dims = MakeDims(request.dkey);
   parameters->dvalue_dims = MakeDims(request.dvalue);
   parameters->dquery = request.dquery.data;
+  parameters->sums = request.sums.data;
+  parameters->marks = request.marks.data;
   parameters->lse = request.lse.data;
   parameters->delta = request.delta.data;
-  parameters->counters = DataOrNull(request.counters);
   parameters->scale = call.scale.data;
+  parameters->dquery_factor = request.dquery_factor.data;
   parameters->query_lengths = DataOrNull(call.query_lengths);
   parameters->key_lengths = DataOrNull(call.key_lengths);
   parameters->window_left = WindowLeft(call, problem);
@@ -131,6 +169,9 @@ Status Pack(const Driver& driver, const BackwardRequest& request, const Variant&
   parameters->group = Narrow(problem.heads / problem.kv_heads);
   parameters->kv_repeat = Narrow(call.kv_repeat);
   parameters->kv_inner = Narrow(call.kv_inner);
+  parameters->slots = Narrow(request.sums.dims[0]);
+  parameters->lag = Narrow(request.lag);
+  parameters->deterministic = request.deterministic ? 1 : 0;
   return Status();
 }
 
@@ -143,7 +184,7 @@ Status LaunchBackward(const BackwardRequest& request) {
   Problem problem;
   int64_t blocks = 0;
   R2P_RETURN_IF_ERROR(CheckRequest(request, variant, &problem));
-  R2P_RETURN_IF_ERROR(CountThreadBlocks(problem, variant, &blocks));
+  R2P_RETURN_IF_ERROR(CountThreadBlocks(request, variant, problem, &blocks));
   const auto launch = [&](const Driver& driver, const LoadedKernel& kernel) -> Status {
     Parameters parameters;
     R2P_RETURN_IF_ERROR(Pack(driver, request, variant, problem, &parameters));

@@ -3,6 +3,8 @@
 #ifndef JAX_R2P_FFI_BACKWARD_H_
 #define JAX_R2P_FFI_BACKWARD_H_
 
+#include <cstdint>
+
 #include "attention.h"
 #include "status.h"
 #include "tensor.h"
@@ -15,12 +17,16 @@ struct BackwardRequest {
   Tensor dout;
   Tensor lse;
   Tensor delta;
-  Tensor dquery_zeros;
-  Tensor counters_zeros;
+  Tensor dquery_factor;
+  Tensor sums_zeros;
+  Tensor marks_zeros;
   Tensor dquery;
   Tensor dkey;
   Tensor dvalue;
-  Tensor counters;
+  Tensor sums;
+  Tensor marks;
+  int64_t lag;
+  bool deterministic;
 };
 
 // Checks the request and enqueues the kernel on its stream. Does not wait for it.

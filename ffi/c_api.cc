@@ -178,12 +178,17 @@ Status LaunchBackwardFromC(const R2pBackward* launch) {
   R2P_RETURN_IF_ERROR(ToTensor("dout", launch->dout, &request.dout));
   R2P_RETURN_IF_ERROR(ToTensor("lse", launch->lse, &request.lse));
   R2P_RETURN_IF_ERROR(ToTensor("delta", launch->delta, &request.delta));
-  R2P_RETURN_IF_ERROR(ToTensor("dquery_zeros", launch->dquery_zeros, &request.dquery_zeros));
-  R2P_RETURN_IF_ERROR(ToTensor("counters_zeros", launch->counters_zeros, &request.counters_zeros));
+  R2P_RETURN_IF_ERROR(ToTensor("dquery_factor", launch->dquery_factor, &request.dquery_factor));
+  R2P_RETURN_IF_ERROR(ToTensor("sums_zeros", launch->sums_zeros, &request.sums_zeros));
+  R2P_RETURN_IF_ERROR(ToTensor("marks_zeros", launch->marks_zeros, &request.marks_zeros));
   R2P_RETURN_IF_ERROR(ToTensor("dquery", launch->dquery, &request.dquery));
   R2P_RETURN_IF_ERROR(ToTensor("dkey", launch->dkey, &request.dkey));
   R2P_RETURN_IF_ERROR(ToTensor("dvalue", launch->dvalue, &request.dvalue));
-  R2P_RETURN_IF_ERROR(ToTensor("counters", launch->counters, &request.counters));
+  R2P_RETURN_IF_ERROR(ToTensor("sums", launch->sums, &request.sums));
+  R2P_RETURN_IF_ERROR(ToTensor("marks", launch->marks, &request.marks));
+  R2P_RETURN_IF_ERROR(CheckRange("deterministic", launch->deterministic, 0, 1));
+  request.lag = launch->lag;
+  request.deterministic = launch->deterministic != 0;
   return LaunchBackward(request);
 }
 

@@ -95,6 +95,11 @@ typedef struct R2pLaunch {
 } R2pLaunch;
 
 // One call of the backward kernel. Tp is T rounded up to a multiple of the variant's tile_m, W its head_dim.
+//
+// The sums of dquery are in a ring of `slots` slots, each with those of one head of query at a time: head n,
+// in the order of key's heads, then of those that share its keys, is use n / slots of slot n % slots. The
+// thread blocks of a head of key also turn the sums of the one `lag` before it into dquery, and leave zeros
+// there.
 typedef struct R2pBackward {
   size_t struct_size;  // sizeof(R2pBackward), as above
   const char* variant;
@@ -105,19 +110,23 @@ typedef struct R2pBackward {
   R2pTensor lse;            // (B, N, Tp), float32: in base 2; +inf for a row that sees no key or is not there
   R2pTensor delta;          // (B, N, Tp), float32: 0 for such a row
   R2pTensor scale;          // as in R2pLaunch
-  R2pTensor query_lengths;  // likewise
+  R2pTensor dquery_factor;  // float32 scalar in device memory: what sums of dquery are multiplied by
+  R2pTensor query_lengths;  // as in R2pLaunch
   R2pTensor key_lengths;    // likewise
-  R2pTensor dquery_zeros;   // (B, N, Tp / tile_m, tile_m * W), float32: zeros, the memory of dquery
-  R2pTensor counters_zeros;  // (B * N * Tp / tile_m,), int32: zeros, the memory of counters; or (0,)
-  R2pTensor dquery;          // without scale, the elements of a tile in the order of the kernel's registers
-  R2pTensor dkey;            // as key
-  R2pTensor dvalue;          // as value
-  R2pTensor counters;        // sums are added in a fixed order where there are any, else in any order
-  int32_t window_left;       // these four as in R2pLaunch
+  R2pTensor sums_zeros;     // (slots, Tp / tile_m, tile_m * W), float32: zeros, the memory of sums
+  R2pTensor marks_zeros;    // (slots, Tp / tile_m, 2), int32: zeros, the memory of marks
+  R2pTensor dquery;         // as query; 0 in rows that see no key or are not there
+  R2pTensor dkey;           // as key
+  R2pTensor dvalue;         // as value
+  R2pTensor sums;           // the elements of a tile are in the order of the kernel's registers
+  R2pTensor marks;          // of a tile: blocks of keys that have added to it; heads that are finished there
+  int32_t window_left;      // these four as in R2pLaunch
   int32_t window_right;
   int64_t kv_repeat;
   int64_t kv_inner;
-  void* stream;  // CUstream
+  int64_t lag;            // 1..Bk * K; min((lag + 1) * B * N / (Bk * K), B * N) <= slots <= B * N
+  int32_t deterministic;  // 1 if sums are to be added in a fixed order, else 0
+  void* stream;           // CUstream
 } R2pBackward;
 
 // What the process has done so far, for tests: kernels loaded (one per variant and CUDA context), kernels

@@ -41,11 +41,19 @@ LENGTHS = ("query_lengths", "key_lengths")
 OPERANDS = {
     "forward": ("query", "key", "value", "scale", *LENGTHS),
     "backward": (
-        *("query", "key", "value", "dout", "lse", "delta", "scale", *LENGTHS),
-        *("dquery_zeros", "counters_zeros"),
+        *("query", "key", "value", "dout", "lse", "delta", "scale", "dquery_factor", *LENGTHS),
+        *("sums_zeros", "marks_zeros"),
     ),
 }
-RESULTS = {"forward": ("out", "lse"), "backward": ("dquery", "dkey", "dvalue", "counters")}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dquery", "dkey", "dvalue", "sums", "marks")}
+ATTRIBUTES = {  # and their types
+    "forward": {
+        "variant": "string",
+        **dict.fromkeys(("window_left", "window_right"), "int32"),
+        **dict.fromkeys(("kv_repeat", "kv_inner"), "int64"),
+    }
+}
+ATTRIBUTES["backward"] = {**ATTRIBUTES["forward"], "lag": "int64", "deterministic": "boolean"}
 STRUCTS = {"forward": "R2pLaunch", "backward": "R2pBackward"}
 FUNCTIONS = {"forward": "r2p_launch", "backward": "r2p_launch_backward"}
 
@@ -98,12 +106,16 @@ class BackwardCall(_AnyCall):
     dout: Array
     lse: Array
     delta: Array
-    dquery_zeros: Array
-    counters_zeros: Array
+    dquery_factor: Array
+    sums_zeros: Array
+    marks_zeros: Array
     dquery: Array
     dkey: Array
     dvalue: Array
-    counters: Array
+    sums: Array
+    marks: Array
+    lag: int = 1
+    deterministic: int = 0
     role: str = dataclasses.field(default="backward", init=False)
 
 
@@ -187,7 +199,7 @@ def make_backward_call(
     value_width: int | None = None,
     *,
     lengths: tuple[bool, bool] = (False, False),
-    deterministic: bool = False,
+    slots: int | None = None,
     **fields: Any,
 ) -> BackwardCall:
     """Returns a launch of the backward pass; see `make_call`. Aliased operands have the address of a result.
@@ -198,15 +210,14 @@ def make_backward_call(
       key: Shape of key, dkey and, but for the width, value and dvalue.
       value_width: Of value, dout and dvalue.
       lengths: As for `make_call`.
-      deterministic: Whether there are counters; where not, the array is empty.
+      slots: Of the sums; None: one for each head of query.
       **fields: Of BackwardCall.
     """
     key = key or query
     batch, rows, heads, width = query
     value_width = width if value_width is None else value_width
     tiles = -(-rows // variant.tile_m)
-    sums = (batch, heads, tiles, variant.tile_m * variant.head_dim)
-    counters = (batch * heads * tiles if deterministic else 0,)
+    slots = batch * heads if slots is None else slots
     shapes = {
         "query": query,
         "key": key,
@@ -215,19 +226,21 @@ def make_backward_call(
         "lse": (batch, heads, tiles * variant.tile_m),
         "delta": (batch, heads, tiles * variant.tile_m),
         "scale": (),
+        "dquery_factor": (),
         "query_lengths": (batch if lengths[0] else 0,),
         "key_lengths": (batch if lengths[1] else 0,),
-        "dquery": sums,
+        "dquery": query,
         "dkey": key,
         "dvalue": (*key[:-1], value_width),
-        "counters": counters,
+        "sums": (slots, tiles, variant.tile_m * variant.head_dim),
+        "marks": (slots, tiles, 2),
     }
     dtypes = {
-        **dict.fromkeys(("lse", "delta", "scale", "dquery"), "fp32"),
-        **dict.fromkeys((*LENGTHS, "counters"), "int32"),
+        **dict.fromkeys(("lse", "delta", "scale", "dquery_factor", "sums"), "fp32"),
+        **dict.fromkeys((*LENGTHS, "marks"), "int32"),
     }
     arrays = _make_arrays(shapes, dtypes, variant)
-    arrays |= {f"{name}_zeros": arrays[name] for name in ("dquery", "counters")}
+    arrays |= {f"{name}_zeros": arrays[name] for name in ("sums", "marks")}
     return BackwardCall(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
 
 
@@ -453,7 +466,7 @@ def c_structures() -> dict[str, type[ctypes.Structure]]:
     return structures
 
 
-_XLA_S32, _XLA_S64 = 4, 5
+_XLA_SCALARS = {"boolean": 1, "int32": 4, "int64": 5}
 _XLA_STAGES = {"initialize": 2, "execute": 3}
 XLA_CODES = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 9: "FAILED_PRECONDITION", 13: "INTERNAL"}
 
@@ -475,6 +488,7 @@ class _FrameAttribute(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("dtype", ctypes.c_int32),
+        ("boolean", ctypes.c_bool),
         ("int32", ctypes.c_int32),
         ("int64", ctypes.c_int64),
         ("text", ctypes.c_char_p),
@@ -563,17 +577,13 @@ class _Worker:
         """Runs an FFI handler on the arrays and attributes of `call`.
 
         `changes` may hold "attributes", which replace or, if None, remove some: a name and ["int32", 5],
-        ["int64", 5] or ["string", "x"]; "arguments", the number to pass on; "handler_stage", the handler to
-        run if it is not that of `stage`; and "stream_fails".
+        ["int64", 5], ["boolean", True] or ["string", "x"]; "arguments", the number to pass on;
+        "handler_stage", the handler to run if it is not that of `stage`; and "stream_fails".
         """
         assert self._frame is not None
         self._expect(call)
         attributes = {
-            "variant": ["string", call["variant"]],
-            "window_left": ["int32", call["window_left"]],
-            "window_right": ["int32", call["window_right"]],
-            "kv_repeat": ["int64", call["kv_repeat"]],
-            "kv_inner": ["int64", call["kv_inner"]],
+            **{name: [kind, call[name]] for name, kind in ATTRIBUTES[call["role"]].items()},
             **changes.get("attributes", {}),
         }
         encoded = []
@@ -581,8 +591,7 @@ class _Worker:
             if kind == "string":
                 encoded.append(_FrameAttribute(name=name.encode(), text=value.encode()))
             else:
-                dtype = {"int32": _XLA_S32, "int64": _XLA_S64}[kind]
-                encoded.append(_FrameAttribute(name=name.encode(), dtype=dtype, **{kind: value}))
+                encoded.append(_FrameAttribute(name=name.encode(), dtype=_XLA_SCALARS[kind], **{kind: value}))
         arguments = [self._frame_buffer(call[name]) for name in OPERANDS[call["role"]]]
         arguments = arguments[: changes.get("arguments", len(arguments))]
         results = [self._frame_buffer(call[name]) for name in RESULTS[call["role"]]]

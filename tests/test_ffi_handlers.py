@@ -43,7 +43,9 @@ BACKWARD = make_backward_call(
     kv_repeat=3,
     kv_inner=2,
     lengths=(False, True),
-    deterministic=True,
+    lag=2,
+    slots=20,
+    deterministic=1,
 )
 CALLS = {"forward": CALL, "backward": BACKWARD}
 COMMAND_BUFFER_COMPATIBLE = 1
@@ -137,24 +139,39 @@ ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
     ),
     "missing-argument": (CALL, {"arguments": 5}, "INVALID_ARGUMENT: Wrong number of arguments: expected 6"),
     "backward-launcher": (
-        BACKWARD.change("dquery", data=0x7A0000000000),
+        BACKWARD.change("sums", data=0x7A0000000000),
         {},
-        "INVALID_ARGUMENT: dquery: expected the address of dquery_zeros",
+        "INVALID_ARGUMENT: sums: expected the address of sums_zeros",
     ),
     "backward-rank": (
-        BACKWARD.change("counters", shape=(6, 4)),
+        BACKWARD.change("marks", shape=(6, 4)),
         {},
-        "INVALID_ARGUMENT: counters: expected rank 1; got rank 2",
+        "INVALID_ARGUMENT: marks: expected rank 3; got rank 2",
     ),
     "backward-missing-argument": (
         BACKWARD,
-        {"arguments": 10},
-        "INVALID_ARGUMENT: Wrong number of arguments: expected 11",
+        {"arguments": 11},
+        "INVALID_ARGUMENT: Wrong number of arguments: expected 12",
     ),
     "backward-missing-attribute": (
         BACKWARD,
-        {"attributes": {"kv_inner": None}},
-        "INVALID_ARGUMENT: Wrong number of attributes: expected 5 but got 4",
+        {"attributes": {"lag": None}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 7 but got 6",
+    ),
+    "backward-lag": (
+        BACKWARD,
+        {"attributes": {"lag": ["int64", 5]}},
+        r"INVALID_ARGUMENT: lag: expected 1\.\.4; got 5",
+    ),
+    "backward-int32-lag": (
+        BACKWARD,
+        {"attributes": {"lag": ["int32", 2]}},
+        r"INVALID_ARGUMENT: [\s\S]*expected S64 but got S32",
+    ),
+    "backward-int32-deterministic": (
+        BACKWARD,
+        {"attributes": {"deterministic": ["int32", 1]}},
+        r"INVALID_ARGUMENT: [\s\S]*expected PRED but got S32",
     ),
     "backward-int64-window": (
         BACKWARD,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import shutil
@@ -79,7 +78,7 @@ def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
     head_dim = variant.head_dim
     return {
         "one tile": make_backward_call(variant, (1, variant.tile_m, 1, head_dim)),
-        "one element of each": make_backward_call(variant, (1, 1, 1, 8), deterministic=True),
+        "one element of each": make_backward_call(variant, (1, 1, 1, 8), deterministic=1),
         "ragged, grouped heads": make_backward_call(
             variant, (3, 1021, 10, head_dim), (3, 333, 5, head_dim), window_left=100, window_right=7
         ),
@@ -101,10 +100,12 @@ def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
             kv_inner=4,
             window_right=0,
             lengths=(True, True),
-            deterministic=True,
+            deterministic=1,
+            lag=5,
+            slots=60,
         ),
         "over 2^31 elements": make_backward_call(
-            variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1
+            variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1, lag=100, slots=103
         ),
     }
 
@@ -138,15 +139,14 @@ def host_call(call: Call | BackwardCall, launched: dict[str, Any]) -> HostCall:
     scale = ("pointer", call.scale.data)
     arguments: list[tuple[Any, ...]]
     if isinstance(call, BackwardCall):
-        sums = dataclasses.replace(call.dquery, shape=(math.prod(call.dquery.shape),))
         arguments = [
             *(array(x) for x in (call.query, call.key, call.value, call.dout, call.dkey, call.dvalue)),
-            *(array(x) for x in (sums, call.lse, call.delta)),
-            ("int64", address(call.counters)),
+            *(array(x) for x in (call.dquery, call.sums, call.marks, call.lse, call.delta)),
             scale,
+            ("pointer", call.dquery_factor.data),
             *lengths,
             *numbers(*windows, call.query.shape[2] // call.key.shape[2], call.kv_repeat, call.kv_inner),
-            *numbers(launched["grid"][0]),
+            *numbers(call.sums.shape[0], call.lag, call.deterministic, launched["grid"][0]),
         ]
     else:
         section_heads, cta_tiles = (

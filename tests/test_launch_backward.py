@@ -67,11 +67,20 @@ CASES = {
     "middle-keys": ((12, 64, 4, 64), (4, 64, 2, 64), {"kv_repeat": 3, "kv_inner": 2}),
     "query-lengths": ((3, 300, 4, 64), (3, 500, 2, 64), {"lengths": (True, False)}),
     "key-lengths": ((3, 300, 4, 64), (3, 500, 2, 64), {"lengths": (False, True)}),
-    "deterministic": ((3, 300, 4, 64), (3, 500, 2, 64), {"deterministic": True}),
+    "deterministic": ((3, 300, 4, 64), (3, 500, 2, 64), {"deterministic": 1}),
+    "short-ring": ((3, 300, 4, 64), (3, 500, 2, 64), {"lag": 2, "slots": 6}),
     "everything": (
         (6, 300, 4, 40),
         (2, 500, 2, 40),
-        {"kv_inner": 2, "window_left": 9, "window_right": 2, "lengths": (True, True), "deterministic": True},
+        {
+            "kv_inner": 2,
+            "window_left": 9,
+            "window_right": 2,
+            "lengths": (True, True),
+            "deterministic": 1,
+            "lag": 2,
+            "slots": 20,
+        },
     ),
 }
 
@@ -83,7 +92,7 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     query, key, fields = CASES[case]
     packed = process.pack(variant, make_backward_call(variant, query, key, **fields))
     kv_batch, keys, kv_heads, _ = key
-    assert packed["grid"] == [-(-keys // variant.tile_n) * kv_heads * kv_batch, 1, 1]
+    assert packed["grid"] == [-(-keys // variant.tile_n) * (kv_heads * kv_batch + fields.get("lag", 1)), 1, 1]
     assert packed["block"] == [variant.threads, 1, 1]
     assert packed["shared_memory"] == variant.shared_memory
 
@@ -135,12 +144,8 @@ def test_parameters(process: StubProcess, name: str, case: str):
     (batch, rows, heads, head_dim), (kv_batch, keys, kv_heads, _) = query, key
     value_width = call.value.shape[-1]
     lengths = fields.get("lengths", (False, False))
-    given = {
-        "query_lengths": lengths[0],
-        "key_lengths": lengths[1],
-        "counters": fields.get("deterministic", False),
-    }
-    addresses = ("dquery", "lse", "delta", "counters", "scale", "query_lengths", "key_lengths")
+    given = {"query_lengths": lengths[0], "key_lengths": lengths[1]}
+    addresses = ("dquery", "sums", "marks", "lse", "delta", "scale", "dquery_factor", *given)
     expected = {
         "query_dims": struct.pack("<4i", rows, head_dim, heads, batch),
         "key_dims": struct.pack("<4i", keys, head_dim, kv_heads, kv_batch),
@@ -157,6 +162,9 @@ def test_parameters(process: StubProcess, name: str, case: str):
         "group": struct.pack("<i", heads // kv_heads),
         "kv_repeat": struct.pack("<i", call.kv_repeat),
         "kv_inner": struct.pack("<i", call.kv_inner),
+        "slots": struct.pack("<i", fields.get("slots", batch * heads)),
+        "lag": struct.pack("<i", call.lag),
+        "deterministic": struct.pack("<i", call.deterministic),
     }
     assert {name: parameters[name] for name in expected} == expected
     assert parameters.keys() == expected.keys() | {f"{array}_map" for array in MAPPED["backward"]}
@@ -178,10 +186,16 @@ def test_calls_tell_parameters_apart(process: StubProcess):
 # Refusals. Each row: what is changed in a valid call, and what the error has to say.
 
 VALID = make_backward_call(
-    BF16, (2, 200, 8, 128), (2, 500, 2, 128), 64, lengths=(True, True), deterministic=True
+    BF16, (4, 200, 8, 128), (2, 500, 2, 128), 64, lengths=(True, True), deterministic=1, lag=2, slots=28
 )
-ZEROS = ("dquery_zeros", "dquery")
-COUNTERS = ("counters_zeros", "counters")
+SUMS = ("sums_zeros", "sums")
+MARKS = ("marks_zeros", "marks")
+
+
+def in_slots(slots: int, lag: int) -> BackwardCall:
+    """`VALID`, whose keys have 4 heads, each of which 8 of the 32 heads of the query share."""
+    call = VALID.change(*SUMS, shape=(slots, 4, 64 * 128)).change(*MARKS, shape=(slots, 4, 2))
+    return dataclasses.replace(call, lag=lag)
 
 
 def shaped(query: tuple[int, ...], key: tuple[int, ...] | None = None, **fields: Any) -> BackwardCall:
@@ -203,7 +217,7 @@ REFUSALS = {
     "dtype-scale": (VALID.change("scale", dtype="bf16"), r"scale: expected dtype float32; got bfloat16"),
     "shape-lengths": (
         VALID.change("query_lengths", shape=(3,)),
-        r"query_lengths: expected shape \(2\), the batch of query; got shape \(3\)",
+        r"query_lengths: expected shape \(4\), the batch of query; got shape \(3\)",
     ),
     "repeat": (
         shaped((6, 16, 2, 128), (2, 16, 2, 128), kv_repeat=2),
@@ -219,48 +233,52 @@ REFUSALS = {
             VALID.change(name, dtype="fp32"),
             rf"{name}: expected dtype bfloat16; got float32",
         )
-        for name in ("dout", "dkey", "dvalue")
+        for name in ("dout", "dquery", "dkey", "dvalue")
     },
     **{
         f"dtype-{name}": (VALID.change(name, dtype="bf16"), rf"{name}: expected dtype float32; got bfloat16")
-        for name in ("lse", "delta", *ZEROS)
+        for name in ("lse", "delta", "dquery_factor", *SUMS)
     },
     **{
         f"dtype-{name}": (VALID.change(name, dtype="fp32"), rf"{name}: expected dtype int32; got float32")
-        for name in COUNTERS
+        for name in MARKS
     },
     **{
         f"rank-{name}": (
             VALID.change(name, shape=(1, 2)),
             rf"{name}: expected rank \d; got rank 2",
         )
-        for name in ("dout", "lse", "delta", "dkey", "dvalue", *ZEROS, *COUNTERS)
+        for name in ("dout", "lse", "delta", "dquery_factor", "dquery", "dkey", "dvalue", *SUMS, *MARKS)
     },
     **{
         f"null-{name}": (
             VALID.change(name, data=0),
             rf"{name}: expected a device address; got a null pointer",
         )
-        for name in ("dout", "lse", "delta", "dkey", "dvalue", *ZEROS, *COUNTERS)
+        for name in ("dout", "lse", "delta", "dquery_factor", "dquery", "dkey", "dvalue", *SUMS, *MARKS)
     },
     **{
         f"aligned-{name}": (
             VALID.change(name, data=0x7F0000000008),
             rf"{name}: expected an address that is a multiple of 16; got 0x7f0000000008",
         )
-        for name in ("dout", "lse", "delta", "dkey", "dvalue", *ZEROS)
+        for name in ("dout", "lse", "delta", "dquery", "dkey", "dvalue", *SUMS)
     },
     **{
         f"aligned-{name}": (
             VALID.change(name, data=0x7F0000000002),
             rf"{name}: expected an address that is a multiple of 4; got 0x7f0000000002",
         )
-        for name in COUNTERS
+        for name in ("dquery_factor", *MARKS)
     },
     "shape-dout": (
-        VALID.change("dout", shape=(2, 200, 8, 128)),
-        r"dout: expected shape \(2, 200, 8, 64\), as query with the head dim of value; got shape "
-        r"\(2, 200, 8, 128\)",
+        VALID.change("dout", shape=(4, 200, 8, 128)),
+        r"dout: expected shape \(4, 200, 8, 64\), as query with the head dim of value; got shape "
+        r"\(4, 200, 8, 128\)",
+    ),
+    "shape-dquery": (
+        VALID.change("dquery", shape=(4, 256, 8, 128)),
+        r"dquery: expected shape \(4, 200, 8, 128\), that of query; got shape \(4, 256, 8, 128\)",
     ),
     "shape-dkey": (
         VALID.change("dkey", shape=(2, 500, 8, 128)),
@@ -272,42 +290,53 @@ REFUSALS = {
     ),
     **{
         f"shape-{name}": (
-            VALID.change(name, shape=(2, 8, 200)),
-            rf"{name}: expected shape \(2, 8, 256\), \(batch, heads, rows of whole tiles\) of query; got "
-            r"shape \(2, 8, 200\)",
+            VALID.change(name, shape=(4, 8, 200)),
+            rf"{name}: expected shape \(4, 8, 256\), \(batch, heads, rows of whole tiles\) of query; got "
+            r"shape \(4, 8, 200\)",
         )
         for name in ("lse", "delta")
     },
     **{
         f"shape-{name}": (
-            VALID.change(name, shape=(2, 8, 4, 64 * 64)),
-            rf"{name}: expected shape \(2, 8, 4, 8192\), \(batch, heads, tiles, elements of a tile\) of "
-            r"query; got shape \(2, 8, 4, 4096\)",
+            VALID.change(name, shape=shape),
+            rf"{name}: expected shape \(28, 4, 8192\), \(slots of sums_zeros, tiles of query, elements of a "
+            rf"tile\); got shape \({', '.join(map(str, shape))}\)",
         )
-        for name in ZEROS
+        for name, shape in (("sums_zeros", (28, 4, 4096)), ("sums", (28, 3, 8192)), ("sums", (29, 4, 8192)))
     },
     **{
-        f"shape-{name}": (
-            VALID.change(name, shape=(63,)),
-            rf"{name}: expected shape \(64\), the tiles of query; got shape \(63\)",
+        f"shape-{name}-{shape[0]}": (
+            VALID.change(name, shape=shape),
+            rf"{name}: expected shape \(28, 4, 2\), \(slots of sums_zeros, tiles of query, 2\); got shape "
+            rf"\({', '.join(map(str, shape))}\)",
         )
-        for name in COUNTERS
+        for name in MARKS
+        for shape in ((28, 4, 1), (27, 4, 2))
     },
-    "counters-without-zeros": (
-        VALID.change("counters_zeros", shape=(0,)),
-        r"counters: expected shape \(0\), the shape of counters_zeros; got shape \(64\)",
-    ),
-    "zeros-without-counters": (
-        VALID.change("counters", shape=(0,)),
-        r"counters: expected shape \(64\), the shape of counters_zeros; got shape \(0\)",
-    ),
-    "alias-dquery": (
-        VALID.change("dquery", data=0x7A0000000000),
-        rf"dquery: expected the address of dquery_zeros, {VALID.dquery.data:#x}; got 0x7a0000000000",
-    ),
-    "alias-counters": (
-        VALID.change("counters_zeros", data=0x7A0000000000),
-        rf"counters: expected the address of counters_zeros, 0x7a0000000000; got {VALID.counters.data:#x}",
+    **{
+        f"alias-{name}": (
+            VALID.change(name, data=0x7A0000000000),
+            rf"{name}: expected the address of {name}_zeros, {getattr(VALID, name).data:#x}; got "
+            r"0x7a0000000000",
+        )
+        for name in ("sums", "marks")
+    },
+    # Which thread blocks wait for which; `test_backward_call` reasons about these rules.
+    **{
+        f"lag-{lag}": (dataclasses.replace(VALID, lag=lag), rf"lag: expected 1\.\.4; got {lag}")
+        for lag in (-1, 0, 5, 2**40)
+    },
+    **{
+        f"slots-{slots}-{lag}": (
+            in_slots(slots, lag),
+            rf"sums: expected {min(8 * lag + 8, 32)}\.\.32 slots: at least 8 for each of lag \+ 1 = "
+            rf"{lag + 1} heads of key, or one for each head of query, and no more; got {slots}",
+        )
+        for slots, lag in ((1, 1), (15, 1), (23, 2), (31, 3), (31, 4), (33, 1))
+    },
+    "deterministic": (
+        dataclasses.replace(VALID, deterministic=2),
+        r"deterministic: expected 0\.\.1; got 2",
     ),
     "tiles": (
         shaped((2**20, 64 * 512 + 1, 1, 8), (1, 16, 1, 8)),
@@ -318,6 +347,11 @@ REFUSALS = {
         shaped((2**20, 1, 2, 8), (2**20, 128 * 1024, 2, 8)),
         r"key: expected batch times heads times blocks of 128 rows to be at most 2147483647; got 1048576 "
         r"times 2 times 1024",
+    ),
+    "thread-blocks-with-lag": (
+        shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8), lag=2051),
+        r"lag: expected key's batch times heads plus lag, times blocks of 128 rows, to be at most "
+        r"2147483647; got 2097152 plus 2051, times 1023",
     ),
     "map-reach": (
         shaped((1, 64, 8, 128), (1, 2**29, 8, 128)),
@@ -346,19 +380,15 @@ def test_refusals(process: StubProcess, case: str):
 
 
 def test_most_thread_blocks(process: StubProcess):
-    """One more block of keys in each head is refused, in the row "thread-blocks" of `REFUSALS`."""
-    call = shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8))
-    assert process.pack(BF16, call)["grid"] == [2**21 * 1023, 1, 1]
+    """One more place is refused, in the row "thread-blocks-with-lag" of `REFUSALS`."""
+    call = shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8), lag=2050)
+    assert process.pack(BF16, call)["grid"] == [(2**21 + 2050) * 1023, 1, 1]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_counters_are_the_callers_choice(process: StubProcess, deterministic: bool):
-    """An empty array has any address, and its zeros another."""
-    call = shaped((2, 200, 8, 128), deterministic=deterministic)
-    if not deterministic:
-        call = call.change("counters", data=0x30).change("counters_zeros", data=0)
-    packed = process.pack(BF16, call)["parameters"]["counters"]
-    assert packed == struct.pack("<Q", call.counters.data if deterministic else 0)
+@pytest.mark.parametrize(("slots", "lag"), [(16, 1), (24, 2), (25, 2), (32, 1), (32, 3), (32, 4)])
+def test_rings_that_will_do(process: StubProcess, slots: int, lag: int):
+    packed = process.pack(BF16, in_slots(slots, lag))["parameters"]
+    assert (packed["slots"], packed["lag"]) == (struct.pack("<i", slots), struct.pack("<i", lag))
 
 
 def test_both_passes_in_one_process(process: StubProcess):
@@ -417,7 +447,7 @@ def test_variants_with_other_parameters_are_refused(process: StubProcess, change
         expected += "key_dims of 16 bytes"
     else:
         del listed[-1]
-        expected = "parameters: expected 24; got 23"
+        expected = "parameters: expected 29; got 28"
     with pytest.raises(LibraryError, match=f"variant 'other', {expected}"):
         process.add(BF16, name="other", parameters=listed, cubin="made up")
 

@@ -3,6 +3,7 @@
 //
 // Built with the FFI headers of the installed jaxlib, which are later than those of the handlers, as in use.
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -86,6 +87,7 @@ typedef struct FrameBuffer {
 typedef struct FrameAttribute {
   const char* name;
   int32_t dtype;     // XLA_FFI_DataType of a scalar; 0: a string
+  bool boolean;      // value of a PRED
   int32_t int32;     // value of an S32
   int64_t int64;     // value of an S64
   const char* text;  // value of a string
@@ -135,7 +137,9 @@ int frame_call(XLA_FFI_Handler* handler, int stage, FrameBuffer* args, int arg_c
       attribute_pointers[i] = &texts[i];
     } else {
       scalars[i].dtype = (XLA_FFI_DataType)from->dtype;
-      scalars[i].value = from->dtype == XLA_FFI_DataType_S32 ? (void*)&from->int32 : (void*)&from->int64;
+      scalars[i].value = from->dtype == XLA_FFI_DataType_PRED  ? (void*)&from->boolean
+                         : from->dtype == XLA_FFI_DataType_S32 ? (void*)&from->int32
+                                                               : (void*)&from->int64;
       attribute_types[i] = XLA_FFI_AttrType_SCALAR;
       attribute_pointers[i] = &scalars[i];
     }
