@@ -29,7 +29,7 @@ from jax_r2p._spec import UNBOUNDED, AttentionSpec
 TARGET = "jax_r2p.attention_forward.v2"
 """Name of the call in compiled programs. Another signature needs another name."""
 
-BACKWARD_TARGET = "jax_r2p.attention_backward.v1"
+BACKWARD_TARGET = "jax_r2p.attention_backward.v2"
 """The same for the backward pass."""
 
 LIBRARY = "libjax_r2p.so"
@@ -145,6 +145,7 @@ def attention_backward(
     lse: Array,
     delta: Array,
     scale: Array,
+    dquery_factor: Array,
     query_lengths: Array | None = None,
     key_lengths: Array | None = None,
     *,
@@ -167,6 +168,8 @@ def attention_backward(
       delta: (B, N, T), float32: the sum of dout * out over a row, minus the cotangent of lse. It may hold
         anything in a row that sees no key or is not there.
       scale: float32 scalar.
+      dquery_factor: float32 scalar, which the kernel multiplies the sums for dquery by before it rounds them:
+        scale for the cotangent of query.
       query_lengths: (B,), int32: the queries that are there. None for T.
       key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
       variant: The kernel, a backward one that fits the arguments.
@@ -177,23 +180,24 @@ def attention_backward(
         bits.
 
     Returns:
-      dquery_sum, (B, T, N, H), float32: the sum of ds * key over the keys, without scale. dkey and dvalue,
-      like key and value: the sum of scale * ds * query and of p * dout, over all queries that share a key.
+      dquery, like query: the sum of ds * key over the keys, times dquery_factor. dkey and dvalue, like key
+      and value: the sum of scale * ds * query and of p * dout, over all queries that share a key.
 
     Raises:
       InstallationError: The library cannot be used.
     """
     register()
-    batch, queries, heads, head_dim = query.shape
     lse, delta = _kernel_rows(lse, delta, query_lengths, variant.tile_m)
+    kv_batch, keys, kv_heads, _ = key.shape
+    sharers = query.shape[2] // kv_heads * kv_repeat
+    slots, lag = plan_sums(variant, kv_batch * kv_heads, sharers, keys)
     tiles = lse.shape[-1] // variant.tile_m
-    # Thread blocks add to these sums, each with its keys; the counters tell whose turn it is.
-    sums = jnp.zeros((batch, heads, tiles, variant.tile_m * variant.head_dim), np.float32)
-    counters = jnp.zeros(batch * heads * tiles if deterministic else 0, np.int32)
+    sums = jnp.zeros((slots, tiles, variant.tile_m * variant.head_dim), np.float32)
+    marks = jnp.zeros((slots, tiles, 2), np.int32)
     none = np.zeros(0, np.int32)
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (sums, key, value, counters))
-    call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={9: 0, 10: 3})
-    sums, dkey, dvalue, _ = call(
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value, sums, marks))
+    call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={10: 3, 11: 4})
+    dquery, dkey, dvalue, _, _ = call(
         query,
         key,
         value,
@@ -201,14 +205,46 @@ def attention_backward(
         lse,
         delta,
         scale,
+        dquery_factor,
         none if query_lengths is None else query_lengths,
         none if key_lengths is None else key_lengths,
         sums,
-        counters,
+        marks,
         **_attributes(variant, spec, kv_repeat, kv_inner),
+        lag=np.int64(lag),
+        deterministic=deterministic,
     )
-    dquery_sum = dquery_rows(sums, variant.tile_m)[..., :queries, :head_dim]
-    return jnp.moveaxis(dquery_sum, 1, 2), dkey, dvalue
+    return dquery, dkey, dvalue
+
+
+_MULTIPROCESSORS = 132
+"""Of the largest GPU of compute capability 9.0. On a smaller one what is planned for it runs as well."""
+
+
+def plan_sums(variant: Variant, places: int, sharers: int, keys: int) -> tuple[int, int]:
+    """Returns how a backward kernel keeps its sums for dquery: `slots` and `lag`.
+
+    A thread block has some keys of a head and adds to the sums of the queries of that head. Beside that it
+    finishes sums of the head of the keys that is `lag` before its own, which means to wait for all that is
+    added to them. It should find that done; so `lag` is one more than the heads whose thread blocks run at
+    the same time.
+
+    Sums are kept in a ring of slots, each for one head of the query at a time. With slots for `lag` + 1 heads
+    of the keys no thread block waits for one that starts after it: ffi/backward.cc says why, and demands that
+    many, or a slot for each head of the query. There are slots for one head more, so that none waits for
+    those that are just finishing the sums it follows. More would only take memory, and with long sequences
+    leave L2.
+
+    Args:
+      variant: The kernel.
+      places: Heads of the keys, of all batch entries together.
+      sharers: Heads of the query that share one of these, likewise.
+      keys: Keys of a head.
+    """
+    blocks = -(-keys // variant.tile_n)
+    in_flight = -(-_MULTIPROCESSORS * variant.min_blocks // blocks)
+    lag = min(places, 1 + in_flight)
+    return min(places, lag + 2) * sharers, lag
 
 
 def _attributes(
@@ -238,37 +274,6 @@ def _kernel_rows(lse: Array, delta: Array, query_lengths: Array | None, tile_m: 
     lse = jnp.where(there, lse * np.float32(math.log2(math.e)), np.float32(np.inf))
     delta = jnp.where(there, delta, np.float32(0))
     return jnp.pad(lse, filling, constant_values=np.inf), jnp.pad(delta, filling)
-
-
-def dquery_rows(tiles: Array, tile_m: int) -> Array:
-    """Returns the rows of a backward kernel's sums of dquery.
-
-    The kernel keeps a tile in the order in which its registers hold it, so that neighbouring threads add to
-    neighbouring addresses. What tells two elements apart, from slowest to fastest: warpgroup (2), block of 16
-    columns, upper or lower 8 rows of a warp (2), warp (4), row (8), thread of the row (4), left or right 8
-    columns of the block (2), column of the thread (2). The warpgroups of a tile of 64 rows have half the
-    columns each, of 128 half the rows.
-
-    Args:
-      tiles: (..., tiles, elements of a tile).
-      tile_m: Rows of a tile, 64 or 128.
-
-    Returns:
-      (..., rows, columns), with the rows of all tiles.
-    """
-    if tile_m not in (64, 128):
-        raise ValueError(f"{tile_m=} must be 64 or 128")
-    *batch, count, size = tiles.shape
-    blocks = size // (2 * 64 * 16)  # of 64 rows and 16 columns, in each warpgroup
-    fragments = tiles.reshape(*batch, count, 2, blocks, 2, 4, 8, 4, 2, 2)
-    first = len(batch)
-    tile, warpgroup, block, half, warp, row, thread, side, column = range(first, first + 9)
-    if tile_m == 64:
-        order = (tile, warp, half, row, warpgroup, block, side, thread, column)
-    else:
-        order = (tile, warpgroup, warp, half, row, block, side, thread, column)
-    rows = fragments.transpose(*range(first), *order)
-    return rows.reshape(*batch, count * tile_m, size // tile_m)
 
 
 def register() -> None:

@@ -80,21 +80,28 @@ def backward(
     variant: Variant,
     spec: AttentionSpec,
     deterministic: bool,
-) -> tuple[Array, Array, Array, Array]:
-    """Computes (dquery, dkey, dvalue, dscale) of the operands of `attention_backward_p`."""
+    of: tuple[bool, bool, bool, bool],
+) -> tuple[Array, Array, Array, Array | None]:
+    """Computes (dquery, dkey, dvalue, dscale) of the operands of `attention_backward_p`.
+
+    `of` says which of them are asked for. dscale costs a second backward pass, and is None where it is not;
+    the others come together.
+    """
     delta = _blockwise.row_delta(out, lse, dout, dlse)
     lengths = (query_lengths, key_lengths)
     # Where every row sees a key that saves a copy.
     if any(x is not None for x in lengths) or spec.empties_rows(query.shape[-3], key.shape[-3]):
         dout = _blockwise.cut_empty_rows(dout, lse)
-    call = functools.partial(_backward, variant=variant, spec=spec, deterministic=deterministic)
+    call = functools.partial(
+        _backward, variant=variant, spec=spec, deterministic=deterministic, with_dscale=of[3]
+    )
     results = _for_each_scale(call, query, key, value, scale, *lengths, dout, lse, delta)
-    dquery, dkey, dvalue, dscale = results
+    dquery, dkey, dvalue, *dscale = results
     dkey, dvalue = (
         _blockwise.sum_to(x.astype(lse.dtype), like.shape).astype(like.dtype) if x.shape != like.shape else x
         for x, like in ((dkey, key), (dvalue, value))
     )
-    return dquery, dkey, dvalue, dscale
+    return dquery, dkey, dvalue, dscale[0] if dscale else None
 
 
 def _backward(
@@ -111,7 +118,9 @@ def _backward(
     variant: Variant,
     spec: AttentionSpec,
     deterministic: bool,
-) -> tuple[Array, Array, Array, Array]:
+    with_dscale: bool,
+) -> tuple[Array, ...]:
+    """Returns (dquery, dkey, dvalue), and dscale if it is wanted."""
     *batch, queries, _, head_dim = query.shape
     key_dims: Sequence[int] = key.shape[:-3]
     value_dims: Sequence[int] = value.shape[:-3]
@@ -119,7 +128,8 @@ def _backward(
         # The kernel clears what lies beyond the keys of a sequence, so none may share them with a longer one.
         key_dims = value_dims = batch
     folding = _batching.fold(batch, key_dims, value_dims)
-    dquery_sum, dkey, dvalue = _ffi.attention_backward(
+    call = functools.partial(
+        _ffi.attention_backward,
         _fold_and_pad(query, batch),
         _fold_and_pad(key, folding.kv_dims),
         _fold_and_pad(value, folding.kv_dims),
@@ -127,23 +137,28 @@ def _backward(
         _batching.flatten_batch(lse, 2),
         _batching.flatten_batch(delta, 2),
         scale,
-        _fold_small(query_lengths, batch),
-        _fold_small(key_lengths, batch),
+        query_lengths=_fold_small(query_lengths, batch),
+        key_lengths=_fold_small(key_lengths, batch),
         variant=variant,
         spec=spec.effective(queries, key.shape[-3]),
         kv_repeat=folding.repeat,
         kv_inner=folding.inner,
         deterministic=deterministic,
     )
-    dquery_sum = _unfold(dquery_sum, batch, head_dim)
-    # Queries that are not there may be NaN; their sums are 0.
-    dscale = jnp.sum(_scores.finite(query).astype(dquery_sum.dtype) * dquery_sum, axis=(-3, -2, -1))
-    return (
-        (dquery_sum * scale).astype(query.dtype),
+    dquery, dkey, dvalue = call(dquery_factor=scale)
+    results = (
+        _unfold(dquery, batch, head_dim),
         _unfold(dkey, folding.kv_dims, head_dim),
         _unfold(dvalue, folding.kv_dims, value.shape[-1]),
-        dscale,
     )
+    if not with_dscale:
+        return results
+    # dquery is of no use here: it is rounded after it is multiplied by scale, which may be 0.
+    unscaled, _, _ = call(dquery_factor=lax.full_like(scale, 1))
+    unscaled = _unfold(unscaled, batch, head_dim).astype(scale.dtype)
+    # Queries that are not there may be NaN; their sums are 0.
+    dscale = jnp.sum(_scores.finite(query).astype(scale.dtype) * unscaled, axis=(-3, -2, -1))
+    return *results, dscale
 
 
 def _fold_and_pad(x: Array, batch: Sequence[int]) -> Array:

@@ -122,7 +122,8 @@ def bind_backward(
     *,
     spec: AttentionSpec,
     deterministic: bool,
-) -> tuple[Array, Array, Array, Array]:
+    of: _Of,
+) -> list[Array]:
     """Binds the primitive of the cotangents.
 
     Args:
@@ -138,17 +139,19 @@ def bind_backward(
       key_lengths: Likewise.
       spec: The visible keys.
       deterministic: As for `bind_attention`.
+      of: Which of query, key, value and scale have their cotangent asked for. That of scale takes a second
+        call of a kernel.
 
     Returns:
-      The cotangents of query, key, value and scale, of their types. Of some of the keys, what they add to
-      those of query and scale.
+      These cotangents, of the types of their operands. Of some of the keys, what they add to those of query
+      and scale.
     """
     lengths = (query_lengths is not None, key_lengths is not None)
     given = [x for x in (query_lengths, key_lengths) if x is not None]
     operands = (query, key, value, scale, *given, out, lse, dout, dlse)
-    params = {"spec": spec, "deterministic": deterministic, "lengths": lengths, "of": (True,) * 4}
-    dquery, dkey, dvalue, dscale = _bind(attention_backward_p, *operands, **params)
-    return dquery, dkey, dvalue, jnp.sum(dscale)
+    params = {"spec": spec, "deterministic": deterministic, "lengths": lengths, "of": of}
+    results = _bind(attention_backward_p, *operands, **params)
+    return [*results[:-1], jnp.sum(results[-1])] if of[3] else results
 
 
 def _bind(primitive: Any, *operands: Array, **params: Any) -> list[Array]:
@@ -515,6 +518,7 @@ def _backward_kernel(
         spec=spec,
         variant=variant,
         deterministic=deterministic,
+        of=of,
     )
     return _select(results, of)
 

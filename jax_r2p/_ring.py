@@ -414,9 +414,12 @@ class _Backend:
                 query, key, value, scale, None, None, *rows, spec=spec
             )
             return dquery, dkey, dvalue, jnp.sum(dscale)
-        return _primitives.bind_backward(
-            query, key, value, scale, *rows, spec=spec, deterministic=self.deterministic
+        # `_around` does not know whether scale is differentiated. Where it is not, nothing reads dscale in
+        # the end, and XLA leaves out the calls of a kernel that are for it alone.
+        dquery, dkey, dvalue, dscale = _primitives.bind_backward(
+            query, key, value, scale, *rows, spec=spec, deterministic=self.deterministic, of=(True,) * 4
         )
+        return dquery, dkey, dvalue, dscale
 
 
 # Trips around the ring.

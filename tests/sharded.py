@@ -98,10 +98,26 @@ def plain_kernel(query, key, value, scale, *lengths, variant, spec, kv_repeat, k
 
 
 def plain_backward_kernel(
-    query, key, value, dout, lse, delta, scale, *lengths, variant, spec, kv_repeat, kv_inner, deterministic
+    query,
+    key,
+    value,
+    dout,
+    lse,
+    delta,
+    scale,
+    dquery_factor,
+    query_lengths,
+    key_lengths,
+    *,
+    variant,
+    spec,
+    kv_repeat,
+    kv_inner,
+    deterministic,
 ):
     """The same for a backward kernel."""
     del variant, deterministic
+    lengths = (query_lengths, key_lengths)
     (batch, queries, heads, width), keys, kv_heads = query.shape, *key.shape[1:3]
     dtype, group = key.dtype, heads // kv_heads
     query = query.astype(np.float32).reshape(batch, queries, kv_heads, group, width)
@@ -138,7 +154,7 @@ def plain_backward_kernel(
         for x in (scale * over_queries(dscores, query), over_queries(weights, dout))
     )
     dquery = dquery.transpose(0, 2, 1, 3, 4).reshape(batch, queries, heads, width)
-    return dquery, dkey.astype(dtype), dvalue.astype(dtype)
+    return (dquery_factor * dquery).astype(dtype), dkey.astype(dtype), dvalue.astype(dtype)
 
 
 def _visible(shape, lengths, spec):

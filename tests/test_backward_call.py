@@ -1,4 +1,4 @@
-"""The call of a backward kernel: what goes into it, and what is made of its results. Nothing needs a GPU."""
+"""The call of a backward kernel, and the ring it keeps its sums in. Nothing needs a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch_stub import make_backward_variant
+from launch_stub import LibraryError, StubProcess, make_backward_call, make_backward_variant
 
 from jax_r2p import _ffi
 from jax_r2p._manifest import InstallationError, Variant
@@ -23,48 +23,8 @@ NARROW = make_backward_variant(tile_m=64, head_dim=64)
 BATCH, HEADS, KV_HEADS, KEYS = 3, 4, 2, 70
 
 
-def fragment_place(tile_m: int, width: int, index: tuple[int, ...]) -> tuple[int, int]:
-    """Row and column of an element of a tile, by (w, j2, r, t, jj, c) from slowest to fastest.
-
-    The thread t of warpgroup w is in row (t % 32) // 4 of its warp's accumulator of 8 rows.
-    """
-    w, j2, r, t, jj, c = index
-    row = 16 * (t // 32) + 8 * r + (t % 32) // 4
-    column = 16 * j2 + 8 * jj + 2 * (t % 4) + c
-    return (row, w * (width // 2) + column) if tile_m == 64 else (64 * w + row, column)
-
-
-@functools.cache
-def places(tile_m: int, width: int) -> np.ndarray:
-    """(tile_m * width, 2): row and column of each element, in the kernel's order."""
-    columns = width // 2 if tile_m == 64 else width
-    indices = itertools.product(*map(range, (2, columns // 16, 2, 128, 2, 2)))
-    return np.array([fragment_place(tile_m, width, index) for index in indices])
-
-
-@pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("width", [32, 64, 96, 128, 192, 256])
-def test_dquery_rows_is_the_kernels_order(tile_m: int, width: int):
-    where = places(tile_m, width)
-    assert len({*map(tuple, where)}) == tile_m * width, "each element has a place of its own"
-    tiles = np.arange(2 * 3 * 5 * tile_m * width, dtype=np.int32).reshape(2, 3, 5, tile_m * width)
-    expected = np.empty((2, 3, 5, tile_m, width), np.int32)
-    expected[..., where[:, 0], where[:, 1]] = tiles
-    rows = _ffi.dquery_rows(jnp.asarray(tiles), tile_m)
-    np.testing.assert_array_equal(rows, expected.reshape(2, 3, 5 * tile_m, width))
-
-
-def test_dquery_rows_knows_two_tiles():
-    with pytest.raises(ValueError, match="tile_m=192 must be 64 or 128"):
-        _ffi.dquery_rows(jnp.zeros((1, 192 * 64)), 192)
-
-
-@dataclasses.dataclass
 class Recorder:
-    """Stands in for `jax.ffi.ffi_call`: keeps the call, and returns what a kernel would."""
-
-    variant: Variant
-    sums: np.ndarray | None = None  # (B, N, rows of whole tiles, head_dim of the kernel)
+    """Stands in for `jax.ffi.ffi_call`: keeps the call, and returns numbers that tell its results apart."""
 
     def __call__(self, target, results, *, input_output_aliases):
         assert target == _ffi.BACKWARD_TARGET
@@ -72,14 +32,7 @@ class Recorder:
 
         def call(*operands, **attributes):
             self.operands, self.attributes = operands, attributes
-            outputs = [jnp.full(result.shape, 7, result.dtype) for result in results]
-            if self.sums is not None:
-                tile_m, width = self.variant.tile_m, self.variant.head_dim
-                batch, heads, rows, _ = self.sums.shape
-                where = places(tile_m, width)
-                tiles = self.sums.reshape(batch, heads, rows // tile_m, tile_m, width)
-                outputs[0] = jnp.asarray(tiles[..., where[:, 0], where[:, 1]])
-            return outputs
+            return [jnp.full(result.shape, i, result.dtype) for i, result in enumerate(results)]
 
         return call
 
@@ -98,7 +51,7 @@ def arguments(queries: int, head_dim: int = 40, value_head_dim: int = 24) -> dic
         name: rng.standard_normal(shape).astype("float32" if name in ("lse", "delta") else "float16")
         for name, shape in shapes.items()
     }
-    return {**rows, "scale": np.float32(0.5)}
+    return {**rows, "scale": np.float32(0.5), "dquery_factor": np.float32(0.25)}
 
 
 def call(variant: Variant, *, deterministic: bool = False, **operands):
@@ -113,26 +66,22 @@ def call(variant: Variant, *, deterministic: bool = False, **operands):
 
 
 @pytest.fixture
-def record(monkeypatch):
-    """Returns a function that puts a Recorder in the place of XLA's call."""
-
-    def start(variant, sums=None):
-        recorder = Recorder(variant, sums)
-        monkeypatch.setattr(jax.ffi, "ffi_call", recorder)
-        return recorder
-
-    return start
+def recorder(monkeypatch):
+    """In the place of XLA's call."""
+    recorder = Recorder()
+    monkeypatch.setattr(jax.ffi, "ffi_call", recorder)
+    return recorder
 
 
-OPERANDS = ("query", "key", "value", "dout", "lse", "delta", "scale", "query_lengths", "key_lengths")
+LENGTHS = ("query_lengths", "key_lengths")
+OPERANDS = ("query", "key", "value", "dout", "lse", "delta", "scale", "dquery_factor", *LENGTHS)
 
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 128, 200])
 @pytest.mark.parametrize("lengths", [None, (0, 1, 1000)])
-def test_rows_as_the_kernel_takes_them(record, variant: Variant, queries: int, lengths):
+def test_rows_as_the_kernel_takes_them(recorder, variant: Variant, queries: int, lengths):
     """lse in base 2, +inf where there is no row or no key; delta 0 there, whatever it was."""
-    recorder = record(variant)
     operands = arguments(queries)
     lse, delta = operands["lse"], operands["delta"]
     lse[:, 1] = -np.inf
@@ -142,7 +91,7 @@ def test_rows_as_the_kernel_takes_them(record, variant: Variant, queries: int, l
         lse[0] = np.nan
         operands["query_lengths"] = jnp.asarray(lengths, jnp.int32)
     call(variant, **operands)
-    got = dict(zip(OPERANDS, recorder.operands[:9], strict=True))
+    got = dict(zip(OPERANDS, recorder.operands[:10], strict=True))
 
     rows = -(-queries // variant.tile_m) * variant.tile_m
     expected_lse = np.full((BATCH, HEADS, rows), np.inf, np.float32)
@@ -154,7 +103,7 @@ def test_rows_as_the_kernel_takes_them(record, variant: Variant, queries: int, l
     assert (got["lse"].dtype, got["delta"].dtype) == (jnp.float32, jnp.float32)
     np.testing.assert_allclose(got["lse"], expected_lse, rtol=3e-7)
     np.testing.assert_array_equal(got["delta"], expected_delta)
-    for name in ("query", "key", "value", "dout", "scale"):
+    for name in ("query", "key", "value", "dout", "scale", "dquery_factor"):
         np.testing.assert_array_equal(got[name], operands[name])
     assert got["query_lengths"].shape == ((BATCH,) if lengths else (0,))
     assert got["key_lengths"].shape == (0,)
@@ -162,39 +111,133 @@ def test_rows_as_the_kernel_takes_them(record, variant: Variant, queries: int, l
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_sums_and_counters_start_as_zeros(record, variant: Variant, deterministic: bool):
-    recorder = record(variant)
+def test_sums_and_marks_start_as_zeros(recorder, variant: Variant, deterministic: bool):
     call(variant, deterministic=deterministic, **arguments(200))
     tiles = -(-200 // variant.tile_m)
-    sums, counters = recorder.operands[9:]
-    assert (sums.shape, sums.dtype) == (
-        (BATCH, HEADS, tiles, variant.tile_m * variant.head_dim),
-        jnp.float32,
-    )
-    assert (counters.shape, counters.dtype) == ((BATCH * HEADS * tiles * deterministic,), jnp.int32)
+    slots, lag = _ffi.plan_sums(variant, BATCH * KV_HEADS, HEADS // KV_HEADS, KEYS)
+    sums, marks = recorder.operands[10:]
+    assert (sums.shape, sums.dtype) == ((slots, tiles, variant.tile_m * variant.head_dim), jnp.float32)
+    assert (marks.shape, marks.dtype) == ((slots, tiles, 2), jnp.int32)
     assert not sums.any()
-    assert not counters.any()
-    assert recorder.aliases == {9: 0, 10: 3}
+    assert not marks.any()
+    assert recorder.aliases == {10: 3, 11: 4}
     for operand, result in recorder.aliases.items():
         aliased = recorder.operands[operand]
         assert (recorder.results[result].shape, recorder.results[result].dtype) == (
             aliased.shape,
             aliased.dtype,
         )
+    assert (recorder.attributes["lag"], recorder.attributes["deterministic"]) == (lag, deterministic)
 
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("queries", [1, 64, 129])
-def test_dquery_comes_back_in_order(record, variant: Variant, queries: int):
-    rows = -(-queries // variant.tile_m) * variant.tile_m
-    sums = np.random.default_rng(0).standard_normal((BATCH, HEADS, rows, variant.head_dim), np.float32)
-    record(variant, sums)
+def test_results_are_finished(recorder, variant: Variant, queries: int):
+    """They are the kernel's first three, of the types of what they are cotangents of."""
     operands = arguments(queries)
-    dquery, dkey, dvalue = call(variant, **operands)
-    assert dquery.dtype == jnp.float32
-    np.testing.assert_array_equal(dquery, sums[:, :, :queries, :40].transpose(0, 2, 1, 3))
-    for cotangent, like in ((dkey, "key"), (dvalue, "value")):
-        assert (cotangent.shape, cotangent.dtype) == (operands[like].shape, operands[like].dtype)
+    for i, (got, like) in enumerate(zip(call(variant, **operands), ("query", "key", "value"), strict=True)):
+        assert (got.shape, got.dtype) == (operands[like].shape, operands[like].dtype)
+        assert (got == i).all()
+
+
+# The ring of sums.
+
+# Shapes of query and key; what shares keys is grouped heads, or batch entries.
+RINGS = {
+    "many short heads": ((256, 128, 32, 64), (256, 128, 32, 64)),
+    "many short heads, grouped": ((64, 100, 32, 64), (64, 100, 4, 64)),
+    "long heads": ((1, 8192, 32, 64), (1, 8192, 32, 64)),
+    "long heads, grouped": ((2, 8192, 32, 64), (2, 8192, 8, 64)),
+    "one long head": ((1, 1 << 20, 1, 64), (1, 1 << 20, 1, 64)),
+    "one long head of keys": ((1, 1 << 17, 16, 64), (1, 1 << 17, 1, 64)),
+    "repeated keys": ((48, 512, 4, 64), (16, 512, 2, 64)),
+    "keys of one place": ((12, 512, 4, 64), (1, 512, 1, 64)),
+    "few keys": ((8, 70_000, 8, 64), (8, 17, 4, 64)),
+}
+TWICE = dataclasses.replace(NARROW, min_blocks=2)
+
+
+def ring_of(variant: Variant, query, key) -> tuple[int, int, int, int]:
+    """Places, sharers, slots and lag."""
+    places = key[0] * key[2]
+    sharers = query[0] * query[2] // places
+    return places, sharers, *_ffi.plan_sums(variant, places, sharers, key[1])
+
+
+@pytest.mark.parametrize("variant", [WIDE, NARROW, TWICE], ids=["128", "64", "64, two an SM"])
+@pytest.mark.parametrize("shapes", RINGS.values(), ids=RINGS.keys())
+def test_rings_are_small(variant: Variant, shapes):
+    """Beside the heads that run at once, with slots for three more, and none that nothing uses."""
+    places, sharers, slots, lag = ring_of(variant, *shapes)
+    at_once = math.ceil(132 * variant.min_blocks / math.ceil(shapes[1][1] / variant.tile_n))
+    assert 1 <= lag <= at_once + 1
+    assert slots <= min(places, at_once + 3) * sharers
+    # What runs at once cannot come to the sums that it finishes itself.
+    assert lag > min(at_once, places - 1)
+
+
+def test_rings_that_are_known():
+    wide = [ring_of(WIDE, *shapes)[2:] for shapes in RINGS.values()]  # blocks of 80 keys
+    assert wide == [(69, 67), (552, 67), (5, 3), (20, 3), (1, 1), (16, 1), (132, 20), (48, 1), (64, 32)]
+
+
+def test_the_launcher_takes_the_rings():
+    with StubProcess() as process:
+        for name, variant in (("one", WIDE), ("two", TWICE)):
+            variant = dataclasses.replace(variant, name=name)
+            process.add(variant, cubin="made up")
+            for query, key in RINGS.values():
+                _, _, slots, lag = ring_of(variant, query, key)
+                process.launch(make_backward_call(variant, query, key, slots=slots, lag=lag))
+
+
+def awaited(places: int, sharers: int, blocks: int, slots: int, lag: int):
+    """Yields, for each thread block, its number and those of all that it waits for."""
+    for place, block in itertools.product(range(places + lag), range(blocks)):
+        waits = set()
+        if place < places:
+            # Before it adds to a slot: all that finished what was in it.
+            for head in range(place * sharers, (place + 1) * sharers):
+                if head >= slots:
+                    finishing = (head - slots) // sharers + lag
+                    waits |= {finishing * blocks + other for other in range(blocks)}
+        if place >= lag:
+            # Before it finishes sums: all that add to them.
+            waits |= {(place - lag) * blocks + other for other in range(blocks)}
+        yield place * blocks + block, waits
+
+
+def waits_for_lower_numbers_only(*ring: int) -> bool:
+    return all(other < number for number, waits in awaited(*ring) for other in waits)
+
+
+def test_waiting_comes_to_an_end():
+    """Whatever the shape: thread blocks start in order, so those of lower numbers are running or done."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        places, sharers, keys = (int(rng.integers(1, most)) for most in (40, 7, 1500))
+        tile_n, min_blocks = int(rng.choice([64, 80, 128])), int(rng.choice([1, 2]))
+        variant = dataclasses.replace(WIDE, tile_n=tile_n, min_blocks=min_blocks)
+        slots, lag = _ffi.plan_sums(variant, places, sharers, keys)
+        ring = (places, sharers, math.ceil(keys / tile_n), slots, lag)
+        assert waits_for_lower_numbers_only(*ring), ring
+
+
+def test_the_launcher_refuses_rings_that_may_never_end():
+    """All of them, and no others; but none with slots that nothing uses, nor with idle places."""
+    with StubProcess() as process:
+        process.add(WIDE, cubin="made up")
+        for places, sharers in itertools.product(range(1, 5), range(1, 4)):
+            heads = places * sharers
+            for slots, lag in itertools.product(range(1, heads + 1), range(places + 1)):
+                call = make_backward_call(WIDE, (1, 9, heads, 64), (1, 200, places, 64), slots=slots, lag=lag)
+                try:
+                    process.launch(call)
+                    taken = True
+                except LibraryError as error:
+                    assert re.match("(sums|lag): ", error.message), error  # noqa: PT017
+                    taken = False
+                assert taken == waits_for_lower_numbers_only(places, sharers, 3, slots, lag), call
 
 
 # What a program for CUDA has. It is lowered, not run.
@@ -234,13 +277,12 @@ def test_names_types_and_attributes(lengths: bool, deterministic: bool):
     line = the_call(lower(WIDE, lengths=lengths, deterministic=deterministic))
     operands, results = types(line)
     counts = ["3xi32" if lengths else "0xi32"] * 2
-    counters = f"{3 * 4 * 2 if deterministic else 0}xi32"
+    ring = ["12x2x12288xf32", "12x2x2xi32"]
     assert operands == [
         *("3x200x4x40xf16", "3x70x2x40xf16", "3x70x2x24xf16", "3x200x4x24xf16"),
-        *("3x4x256xf32", "3x4x256xf32", "f32", *counts),
-        *("3x4x2x12288xf32", counters),
+        *("3x4x256xf32", "3x4x256xf32", "f32", "f32", *counts, *ring),
     ]
-    assert results == ["3x4x2x12288xf32", "3x70x2x40xf16", "3x70x2x24xf16", counters]
+    assert results == ["3x200x4x40xf16", "3x70x2x40xf16", "3x70x2x24xf16", *ring]
     config = re.search(r"mhlo\.backend_config = \{([^}]*)\}", line)
     assert config
     assert dict(item.split(" = ") for item in config[1].split(", ")) == {
@@ -249,6 +291,8 @@ def test_names_types_and_attributes(lengths: bool, deterministic: bool):
         "window_right": "2 : i32",
         "kv_repeat": "1 : i64",
         "kv_inner": "1 : i64",
+        "lag": "6 : i64",
+        "deterministic": str(deterministic).lower(),
     }
 
 
@@ -259,7 +303,7 @@ def test_results_alias_their_zeros():
         r"operand_tuple_indices = \[\]>",
         line,
     )
-    assert sorted(aliases) == [("0", "9"), ("3", "10")]
+    assert sorted(aliases) == [("3", "10"), ("4", "11")]
 
 
 def test_unbounded_windows_and_shared_keys():
@@ -269,6 +313,7 @@ def test_unbounded_windows_and_shared_keys():
         f"window_right = {1 << 29} : i32",
         "kv_repeat = 3 : i64",
         "kv_inner = 2 : i64",
+        "lag = 6 : i64",
     ):
         assert attribute in line
 
@@ -277,9 +322,9 @@ def test_layouts_are_row_major():
     rank4, rank3 = "dense<[3, 2, 1, 0]> : tensor<4xindex>", "dense<[2, 1, 0]> : tensor<3xindex>"
     rank1, rank0 = "dense<0> : tensor<1xindex>", "dense<> : tensor<0xindex>"
     line = the_call(lower(WIDE))
-    operands = [*[rank4] * 4, rank3, rank3, rank0, rank1, rank1, rank4, rank1]
+    operands = [*[rank4] * 4, rank3, rank3, rank0, rank0, rank1, rank1, rank3, rank3]
     assert f"operand_layouts = [{', '.join(operands)}]" in line
-    assert f"result_layouts = [{', '.join([rank4, rank4, rank4, rank1])}]" in line
+    assert f"result_layouts = [{', '.join([rank4, rank4, rank4, rank3, rank3])}]" in line
 
 
 def test_the_library_takes_a_backward_kernel():
@@ -287,5 +332,5 @@ def test_the_library_takes_a_backward_kernel():
     variant = make_backward_variant(name="made_up_backward")
     library = _ffi.load_library()
     _ffi._add_variant(library, variant, b"made up")
-    with pytest.raises(InstallationError, match=r"'made_up_backward', parameters: expected \d+; got 24"):
+    with pytest.raises(InstallationError, match=r"'made_up_backward', parameters: expected \d+; got 29"):
         _ffi._add_variant(library, dataclasses.replace(variant, role="forward"), b"made up")

@@ -140,7 +140,9 @@ def test_kernel_call(dims, there, shared, monkeypatch):
     assert_close(lse, want_lse, 1e-6, name="lse")
 
 
-def emulate_backward(query, key, value, dout, lse, delta, scale, *lengths, **params):
+def emulate_backward(
+    query, key, value, dout, lse, delta, scale, dquery_factor, query_lengths, key_lengths, **params
+):
     """The contract of `_ffi.attention_backward`, with all scores in memory."""
     assert params["variant"].role == "backward"
     assert params["deterministic"] is True
@@ -149,7 +151,8 @@ def emulate_backward(query, key, value, dout, lse, delta, scale, *lengths, **par
     assert all(x.shape[-1] % 8 == 0 for x in (query, key, value, dout))
     assert lse.shape == delta.shape == (batch, heads, t)
     assert lse.dtype == delta.dtype == jnp.float32
-    assert scale.shape == ()
+    assert scale.shape == dquery_factor.shape == ()
+    lengths = (query_lengths, key_lengths)
     assert all(x is None or (x.shape, x.dtype) == ((batch,), jnp.int32) for x in lengths)
     index = key_batch(batch, params["kv_repeat"], params["kv_inner"])
     assert key.shape[0] == value.shape[0] == index.max() + 1
@@ -172,7 +175,7 @@ def emulate_backward(query, key, value, dout, lse, delta, scale, *lengths, **par
     dk, dv = scale * product("bnts,btnh->bsnh", ds, q), product("bnts,btnh->bsnh", p, do)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3) for x in (dk, dv))
     dk, dv = (jnp.zeros(x.shape).at[index].add(y).astype(x.dtype) for x, y in ((key, dk), (value, dv)))
-    return product("bnts,bsnh->btnh", ds, k), dk, dv
+    return (dquery_factor * product("bnts,bsnh->btnh", ds, k)).astype(query.dtype), dk, dv
 
 
 @pytest.mark.parametrize(

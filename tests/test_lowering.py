@@ -309,21 +309,45 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
     (variant,) = (
         v for v in _dispatch.load_manifest().variants if f'"{v.name}"' == call.attributes["variant"]
     )
-    counters = f"{2 * 4 if deterministic else 0}xi32"  # one tile holds the 5 queries
-    rows, sums = f"2x4x{variant.tile_m}xf32", f"2x4x1x{variant.tile_m * variant.head_dim}xf32"
-    inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32"]
-    assert call.operands == [*inputs, *NO_LENGTHS, sums, counters]
-    assert call.results == [sums, "2x7x2x64xbf16", "2x7x2x64xbf16", counters]
+    # One tile holds the 5 queries, and so few heads have a slot each.
+    rows, sums = f"2x4x{variant.tile_m}xf32", f"8x1x{variant.tile_m * variant.head_dim}xf32"
+    inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32", "f32"]
+    assert call.operands == [*inputs, *NO_LENGTHS, sums, "8x1x2xi32"]
+    assert call.results == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", sums, "8x1x2xi32"]
     assert call.attributes == {
         "variant": '"bwd_bf16_d64_causal"',
         "window_left": f"{UNBOUNDED} : i32",
         "window_right": "0 : i32",
         "kv_repeat": "1 : i64",
         "kv_inner": "1 : i64",
+        "lag": "4 : i64",
+        "deterministic": str(deterministic).lower(),
     }
     (line,) = (line for line in text.splitlines() if BACKWARD in line)
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d+)", line)
-    assert aliases == [("0", "9"), ("3", "10")], "dquery and counters start as zeros"
+    assert aliases == [("3", "10"), ("4", "11")], "sums and marks start as zeros"
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("argnums", [(0,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
+def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):
+    """With 1 as the factor of dquery in place of scale; no other gradient takes it."""
+
+    def function(query, key, value, scale):
+        return jnp.sum(causal(query, key, value, scale=scale).astype(jnp.float32))
+
+    function = jax.grad(function, argnums)
+    if mapped:  # a loop over scales
+        function = jax.vmap(function, (None, None, None, 0))
+    text = lower(function, QUERY, KEY, KEY, add(SCALE, 3) if mapped else SCALE)
+    assert len(calls(text, BACKWARD)) == 1 + (3 in argnums)
+    # Names of the scale and the factor of each call.
+    given = re.findall(rf"custom_call @{re.escape(BACKWARD)}\(([^)]*)\)", text)
+    (scale, factor), *second = [x.split(", ")[6:8] for x in given]
+    assert factor == scale
+    for again, one in second:
+        assert again == scale
+        assert one != scale
 
 
 def test_backward_of_shared_keys_and_odd_widths(backward_kernels):

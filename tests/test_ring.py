@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close, visible
-from sharded import collectives
+from sharded import collectives, kernel_on_cpu, plain_backward_kernel
 
 import jax_r2p
 from jax_r2p import _ring
@@ -166,6 +166,31 @@ def test_plain_xla():
     ]
     # At the first hop, in the loop and at the last one, where one of two tiles is computed.
     assert counts == [0, 0, 0, 5, 5, 0]
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "zigzag", "both"])
+def test_kernels_run_twice_only_for_the_gradient_of_scale(name, monkeypatch):
+    """The ring always asks for it, and XLA leaves out what is for it alone where nothing reads it."""
+    calls = []
+
+    def marked(*operands, **keywords):
+        dquery, *rest = plain_backward_kernel(*operands, **keywords)
+        calls.append(dquery.shape)
+        # Every other call is for the gradient of scale. Nothing else in the program takes a tangent.
+        return dquery if len(calls) % 2 else lax.tan(dquery), *rest
+
+    def tangents(argnums):
+        def function(*args):
+            return jnp.sum(sharded(4, **MASKS[name])(*args)[0].astype(jnp.float32))
+
+        lowered = jax.jit(jax.grad(function, argnums)).lower(*arrays(4, dtype="bfloat16"))
+        assert "stablehlo.tan" in lowered.as_text()
+        return lowered.compile().as_text().count(" tan(")
+
+    monkeypatch.setattr("sharded.plain_backward_kernel", marked)
+    with kernel_on_cpu():
+        assert tangents((0, 1, 2)) == 0
+        assert tangents(3) > 0
 
 
 def test_what_is_hidden_does_not_matter():

@@ -164,7 +164,8 @@ def gradients(
 ) -> tuple[jax.Array, ...]:
     """The gradients by query, key and value, computed by a kernel where there is one."""
     operands = (*_operands(arrays), *_rows(rows, cotangents))
-    return _primitives.bind_backward(*operands, spec=spec, deterministic=False)[:3]
+    of = (True, True, True, False)
+    return tuple(_primitives.bind_backward(*operands, spec=spec, deterministic=False, of=of))
 
 
 _Trials = Sequence[tuple[Call, _Reference]]
