@@ -21,7 +21,9 @@ from numerics import Problem, visible
 from processes import REPLAYS, count_launches, start
 from test_processes import GRAPHS
 
+import jax_r2p
 from jax_r2p import _ffi
+from jax_r2p._manifest import load_manifest
 
 MASKS = {
     "none": {},
@@ -127,6 +129,27 @@ def test_head_dims(mask):
     check([Call(t=130, h=h, hv=hv, **MASKS[mask]) for h, hv in pairs])
 
 
+@variants
+def test_slots_that_are_taken_again(dtype, h, mask):
+    """More heads than the ring of sums has slots for, some of them with tiles that no key adds to."""
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    (variant,) = (v for v in load_manifest().variants if v.name == f"bwd_{short}_d{h}_{mask}")
+    few = tuple(range(0, 320, 20))
+    calls = [
+        Call(t=t, s=s, b=16, n=n, k=k, h=h, dtype=dtype, **lengths, **MASKS[mask])
+        for t, s, n, k, lengths in (
+            (300, 300, 8, 4, {}),
+            (300, 260, 5, 5, {"kv_lengths": few[::-1]}),
+            (320, 280, 8, 8, {"q_lengths": few}),
+        )
+    ]
+    for call in calls:
+        slots, _ = _ffi.plan_sums(variant, call.b * call.k, call.n // call.k, call.s)
+        assert slots < call.b * call.n, f"{call}: each head has a slot of its own"
+    check(calls)
+    check(calls, deterministic=True)
+
+
 # What is not there.
 
 
@@ -187,6 +210,34 @@ def test_losses_of_out_or_of_the_residual_alone(h, mask):
 def test_scales(mask, dtype):
     scales = (-0.3, 0.0, 0.05, 1.0)
     check([Call(t=200, h=64, dtype=dtype, scale=scale, **MASKS[mask]) for scale in scales])
+
+
+@masks
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.125])
+def test_gradient_by_scale(mask, scale):
+    """From sums that are not multiplied by it, since it may be 0."""
+    call = Call(t=300, b=2, n=4, k=2, **MASKS[mask])
+    p = call.problem()
+    d = random_cotangents(p)
+    options = {"is_causal": call.is_causal, "local_window_size": call.window, "return_residual": True}
+
+    @jax.jit
+    def by_scale(query, key, value, scale, cotangents):
+        attend = functools.partial(jax_r2p.attention, query, key, value, **options, implementation="r2p")
+        return jax.vjp(lambda scale: attend(scale=scale), scale)[1](cotangents)[0]
+
+    @jax.jit
+    def by_product(query, key, value, cotangents):
+        attend = functools.partial(jax_r2p.attention, scale=1.0, **options, implementation="xla")
+        return jax.vjp(lambda query: attend(query, key, value), query)[1](cotangents)[0]
+
+    got = float(by_scale(p.query, p.key, p.value, jnp.float32(scale), (d.out, d.residual)))
+    query, *exact = (np.float32(x) for x in (p.query, p.key, p.value, d.out, d.residual))
+    unscaled = np.asarray(by_product(query * np.float32(scale), *exact[:2], tuple(exact[2:])))
+    want = float(np.vdot(query, unscaled))
+    # Weights, their cotangents and dquery are rounded, each on its own.
+    eps = float(jnp.finfo(call.dtype).eps)
+    assert abs(got - want) <= eps * float(np.linalg.norm(query)) * float(np.abs(unscaled).max())
 
 
 @masks
