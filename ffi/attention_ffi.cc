@@ -149,16 +149,17 @@ ffi::Error ExecuteBackward(CUstream stream, ffi::AnyBuffer query, ffi::AnyBuffer
                            ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
                            ffi::Result<ffi::AnyBuffer> dvalue, ffi::Result<ffi::AnyBuffer> sums,
                            ffi::Result<ffi::AnyBuffer> marks, std::string_view variant, int32_t window_left,
-                           int32_t window_right, int64_t kv_repeat, int64_t kv_inner, int64_t lag,
-                           bool deterministic) {
+                           int32_t window_right, int64_t kv_repeat, int64_t kv_inner, int64_t together,
+                           int64_t lag, bool deterministic) {
   return ToError(WithoutExceptions([&] {
     const AttentionCall call = ToCall(stream, query, key, value, scale, query_lengths, key_lengths, variant,
                                       window_left, window_right, kv_repeat, kv_inner);
-    return LaunchBackward(BackwardRequest{
-        call, ToTensor("dout", dout), ToTensor("lse", lse), ToTensor("delta", delta),
-        ToTensor("dquery_factor", dquery_factor), ToTensor("sums_zeros", sums_zeros),
-        ToTensor("marks_zeros", marks_zeros), ToTensor("dquery", *dquery), ToTensor("dkey", *dkey),
-        ToTensor("dvalue", *dvalue), ToTensor("sums", *sums), ToTensor("marks", *marks), lag, deterministic});
+    return LaunchBackward(
+        BackwardRequest{call, ToTensor("dout", dout), ToTensor("lse", lse), ToTensor("delta", delta),
+                        ToTensor("dquery_factor", dquery_factor), ToTensor("sums_zeros", sums_zeros),
+                        ToTensor("marks_zeros", marks_zeros), ToTensor("dquery", *dquery),
+                        ToTensor("dkey", *dkey), ToTensor("dvalue", *dvalue), ToTensor("sums", *sums),
+                        ToTensor("marks", *marks), together, lag, deterministic});
   }));
 }
 
@@ -191,6 +192,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_execute, jax_r2p::Execu
                                   .Attr<int32_t>("window_right")
                                   .Attr<int64_t>("kv_repeat")
                                   .Attr<int64_t>("kv_inner")
+                                  .Attr<int64_t>("together")
                                   .Attr<int64_t>("lag")
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -40,6 +40,7 @@ struct Parameters {
   int32_t kv_repeat;
   int32_t kv_inner;
   int32_t slots;
+  int32_t together;
   int32_t lag;
   int32_t deterministic;
 };
@@ -54,10 +55,11 @@ struct Parameters {
 int64_t Places(const Problem& p) { return p.kv_batch * p.kv_heads; }
 
 // What the kernel works in: an operand of zeros, whose memory the result has.
+template <size_t kRank>
 Status CheckWorkspace(const Tensor& result, const Tensor& zeros, int32_t dtype, int64_t alignment,
-                      const int64_t* shape, const char* rule) {
+                      const int64_t (&shape)[kRank], const char* rule) {
   for (const Tensor* tensor : {&zeros, &result}) {
-    R2P_RETURN_IF_ERROR(CheckTensor(*tensor, dtype, 3, alignment));
+    R2P_RETURN_IF_ERROR(CheckTensor(*tensor, dtype, kRank, alignment));
     R2P_RETURN_IF_ERROR(CheckShape(*tensor, shape, rule));
   }
   if (result.data != zeros.data) {
@@ -74,27 +76,29 @@ Status CheckSlots(const BackwardRequest& request, const Variant& variant, const 
   R2P_RETURN_IF_ERROR(CheckTensor(zeros, R2P_F32, 3, kVectorAlignment));
   const int64_t slots = zeros.dims[0];
   const int64_t sums_shape[] = {slots, p.head_tiles, int64_t{variant.tile_m} * variant.head_dim};
-  const int64_t marks_shape[] = {slots, p.head_tiles, 2};
+  const int64_t marks_shape[] = {slots, p.head_tiles + 2};
   R2P_RETURN_IF_ERROR(CheckWorkspace(request.sums, zeros, R2P_F32, kVectorAlignment, sums_shape,
                                      "(slots of sums_zeros, tiles of query, elements of a tile)"));
   return CheckWorkspace(request.marks, request.marks_zeros, R2P_S32, kScalarAlignment, marks_shape,
-                        "(slots of sums_zeros, tiles of query, 2)");
+                        "(slots of sums_zeros, tiles of query and 2)");
 }
 
 // Thread blocks start in the order of their numbers, as far as there is room, so that one may wait only for
-// those of lower numbers: else all that run may wait for one that has no room. The thread blocks of a place
-// wait for all additions of the place `lag` before theirs, whose sums they finish. And before they add to a
-// slot that has been used they wait for it to be finished, by the thread blocks `lag` places after that use:
-// these come first if the use was more than `lag` places ago.
+// those of lower numbers: else all that run may wait for one that has no room. Those of a group of `together`
+// places are numbered together. They wait for all additions of the group `lag` before theirs, whose sums they
+// finish. And before they add to a slot that has been used they wait for it to be finished, by the thread
+// blocks `lag` groups after that use: these come first if the use was more than `lag` groups ago.
 Status CheckRing(const BackwardRequest& request, const Problem& p) {
   const int64_t heads = p.batch * p.heads, slots = request.sums.dims[0];
-  R2P_RETURN_IF_ERROR(CheckRange("lag", request.lag, 1, Places(p)));
-  const int64_t sharers = heads / Places(p);
+  R2P_RETURN_IF_ERROR(CheckRange("together", request.together, 1, Places(p)));
+  R2P_RETURN_IF_ERROR(CheckRange("lag", request.lag, 1, (Places(p) - 1) / request.together + 1));
+  const int64_t sharers = request.together * (heads / Places(p));
   const int64_t least = std::min((request.lag + 1) * sharers, heads);
   if (slots < least || slots > heads) {
     return InvalidArgument("sums: expected ", least, "..", heads, " slots: at least ", sharers,
                            " for each of lag + 1 = ", request.lag + 1,
-                           " heads of key, or one for each head of query, and no more; got ", slots);
+                           " groups of heads of key, or one for each head of query, and no more; got ",
+                           slots);
   }
   return Status();
 }
@@ -122,17 +126,18 @@ Status CheckRequest(const BackwardRequest& request, const Variant& variant, Prob
 }
 
 // A thread block has tile_n keys of one head, and goes through the query rows that see them. Those of `lag`
-// more places only finish sums.
+// more groups only finish sums.
 Status CountThreadBlocks(const BackwardRequest& request, const Variant& variant, const Problem& problem,
                          int64_t* blocks) {
   int64_t head_blocks = 0;
   R2P_RETURN_IF_ERROR(CountBlocks("key", problem.kv_batch, problem.kv_heads, problem.keys, variant.tile_n,
                                   kMaxInt32, &head_blocks));
-  *blocks = (Places(problem) + request.lag) * head_blocks;
+  const int64_t more = request.lag * request.together;
+  *blocks = (Places(problem) + more) * head_blocks;
   if (*blocks > kMaxInt32) {
-    return InvalidArgument("lag: expected key's batch times heads plus lag, times blocks of ", variant.tile_n,
-                           " rows, to be at most ", kMaxInt32, "; got ", Places(problem), " plus ",
-                           request.lag, ", times ", head_blocks);
+    return InvalidArgument("lag: expected key's batch times heads plus lag times together, times blocks of ",
+                           variant.tile_n, " rows, to be at most ", kMaxInt32, "; got ", Places(problem),
+                           " plus ", more, ", times ", head_blocks);
   }
   return Status();
 }
@@ -170,6 +175,7 @@ Status Pack(const Driver& driver, const BackwardRequest& request, const Variant&
   parameters->kv_repeat = Narrow(call.kv_repeat);
   parameters->kv_inner = Narrow(call.kv_inner);
   parameters->slots = Narrow(request.sums.dims[0]);
+  parameters->together = Narrow(request.together);
   parameters->lag = Narrow(request.lag);
   parameters->deterministic = request.deterministic ? 1 : 0;
   return Status();

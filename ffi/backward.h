@@ -25,6 +25,7 @@ struct BackwardRequest {
   Tensor dvalue;
   Tensor sums;
   Tensor marks;
+  int64_t together;
   int64_t lag;
   bool deterministic;
 };

@@ -187,6 +187,7 @@ Status LaunchBackwardFromC(const R2pBackward* launch) {
   R2P_RETURN_IF_ERROR(ToTensor("sums", launch->sums, &request.sums));
   R2P_RETURN_IF_ERROR(ToTensor("marks", launch->marks, &request.marks));
   R2P_RETURN_IF_ERROR(CheckRange("deterministic", launch->deterministic, 0, 1));
+  request.together = launch->together;
   request.lag = launch->lag;
   request.deterministic = launch->deterministic != 0;
   return LaunchBackward(request);

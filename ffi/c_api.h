@@ -98,8 +98,8 @@ typedef struct R2pLaunch {
 //
 // The sums of dquery are in a ring of `slots` slots, each with those of one head of query at a time: head n,
 // in the order of key's heads, then of those that share its keys, is use n / slots of slot n % slots. The
-// thread blocks of a head of key also turn the sums of the one `lag` before it into dquery, and leave zeros
-// there.
+// thread blocks of `together` heads of key start in turn, and then those of the next. They also turn the sums
+// of the heads `lag` times as many before their own into dquery, and leave zeros there.
 typedef struct R2pBackward {
   size_t struct_size;  // sizeof(R2pBackward), as above
   const char* variant;
@@ -114,17 +114,18 @@ typedef struct R2pBackward {
   R2pTensor query_lengths;  // as in R2pLaunch
   R2pTensor key_lengths;    // likewise
   R2pTensor sums_zeros;     // (slots, Tp / tile_m, tile_m * W), float32: zeros, the memory of sums
-  R2pTensor marks_zeros;    // (slots, Tp / tile_m, 2), int32: zeros, the memory of marks
+  R2pTensor marks_zeros;    // (slots, 2 + Tp / tile_m), int32: zeros, the memory of marks
   R2pTensor dquery;         // as query; 0 in rows that see no key or are not there
   R2pTensor dkey;           // as key
   R2pTensor dvalue;         // as value
   R2pTensor sums;           // the elements of a tile are in the order of the kernel's registers
-  R2pTensor marks;          // of a tile: blocks of keys that have added to it; heads that are finished there
+  R2pTensor marks;          // see parameters_backward.def
   int32_t window_left;      // these four as in R2pLaunch
   int32_t window_right;
   int64_t kv_repeat;
   int64_t kv_inner;
-  int64_t lag;            // 1..Bk * K; min((lag + 1) * B * N / (Bk * K), B * N) <= slots <= B * N
+  int64_t together;       // 1..Bk * K; with G = ceil(Bk * K / together):
+  int64_t lag;            // 1..G; min((lag + 1) * together * B * N / (Bk * K), B * N) <= slots <= B * N
   int32_t deterministic;  // 1 if sums are to be added in a fixed order, else 0
   void* stream;           // CUstream
 } R2pBackward;

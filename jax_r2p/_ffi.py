@@ -8,6 +8,7 @@ import math
 import pathlib
 import re
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -190,10 +191,10 @@ def attention_backward(
     lse, delta = _kernel_rows(lse, delta, query_lengths, variant.tile_m)
     kv_batch, keys, kv_heads, _ = key.shape
     sharers = query.shape[2] // kv_heads * kv_repeat
-    slots, lag = plan_sums(variant, kv_batch * kv_heads, sharers, keys)
+    plan = plan_sums(variant, kv_batch * kv_heads, sharers, query.shape[1], keys, deterministic=deterministic)
     tiles = lse.shape[-1] // variant.tile_m
-    sums = jnp.zeros((slots, tiles, variant.tile_m * variant.head_dim), np.float32)
-    marks = jnp.zeros((slots, tiles, 2), np.int32)
+    sums = jnp.zeros((plan.slots, tiles, variant.tile_m * variant.head_dim), np.float32)
+    marks = jnp.zeros((plan.slots, 2 + tiles), np.int32)
     none = np.zeros(0, np.int32)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value, sums, marks))
     call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={10: 3, 11: 4})
@@ -211,7 +212,8 @@ def attention_backward(
         sums,
         marks,
         **_attributes(variant, spec, kv_repeat, kv_inner),
-        lag=np.int64(lag),
+        together=np.int64(plan.together),
+        lag=np.int64(plan.lag),
         deterministic=deterministic,
     )
     return dquery, dkey, dvalue
@@ -221,30 +223,54 @@ _MULTIPROCESSORS = 132
 """Of the largest GPU of compute capability 9.0. On a smaller one what is planned for it runs as well."""
 
 
-def plan_sums(variant: Variant, places: int, sharers: int, keys: int) -> tuple[int, int]:
-    """Returns how a backward kernel keeps its sums for dquery: `slots` and `lag`.
+class SumsPlan(NamedTuple):
+    """How a backward kernel keeps its sums for dquery, and in which order its thread blocks start."""
 
-    A thread block has some keys of a head and adds to the sums of the queries of that head. Beside that it
-    finishes sums of the head of the keys that is `lag` before its own, which means to wait for all that is
-    added to them. It should find that done; so `lag` is one more than the heads whose thread blocks run at
-    the same time.
+    slots: int
+    together: int
+    lag: int
 
-    Sums are kept in a ring of slots, each for one head of the query at a time. With slots for `lag` + 1 heads
-    of the keys no thread block waits for one that starts after it: ffi/backward.cc says why, and demands that
-    many, or a slot for each head of the query. There are slots for one head more, so that none waits for
-    those that are just finishing the sums it follows. More would only take memory, and with long sequences
-    leave L2.
+
+_TOGETHER_BYTES = 16 << 20
+"""Query and dout rows of heads whose thread blocks start in turn. A third of L2, which has to hold them."""
+
+
+def plan_sums(
+    variant: Variant, places: int, sharers: int, queries: int, keys: int, *, deterministic: bool
+) -> SumsPlan:
+    """Returns how a backward kernel keeps its sums for dquery.
+
+    A thread block has some keys of a head and adds to the sums of the queries of that head. Under a causal mask
+    those with the first keys have most to do, and start first: not of one head and then of the next, but of
+    `together` heads in turn, so that only short ones are left for the end. In a fixed order of additions each
+    waits for others of its head, which must not start late.
+
+    Beside that a thread block finishes sums of a group of so many heads, `lag` groups before its own, which
+    means to wait for all that is added to them. It should find that done, or nearly so: `lag` covers the heads
+    whose thread blocks run at the same time, and one more where they differ in length.
+
+    Sums are kept in a ring of slots, each for one head of the query at a time. With slots for `lag` + 1 groups
+    no thread block waits for one that starts after it: ffi/backward.cc says why, and demands that many, or a
+    slot for each head of the query. There are slots for two heads more, so that none waits for those that are
+    just finishing the sums it follows. More would only take memory, and with long sequences leave L2.
 
     Args:
       variant: The kernel.
       places: Heads of the keys, of all batch entries together.
       sharers: Heads of the query that share one of these, likewise.
+      queries: Query rows of a head.
       keys: Keys of a head.
+      deterministic: Whether additions have a fixed order.
     """
+    is_causal = variant.mask == "causal"
     blocks = -(-keys // variant.tile_n)
     in_flight = -(-_MULTIPROCESSORS * variant.min_blocks // blocks)
-    lag = min(places, 1 + in_flight)
-    return min(places, lag + 2) * sharers, lag
+    together = 1
+    if is_causal and not deterministic:
+        head_bytes = queries * (variant.head_dim + variant.value_head_dim) * 2
+        together = max(1, min(places, _TOGETHER_BYTES // head_bytes))
+    lag = -(-min(places, in_flight + is_causal) // together)
+    return SumsPlan(min(places, (lag + 1) * together + 2) * sharers, together, lag)
 
 
 def _attributes(

@@ -138,8 +138,8 @@ def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # head dim, mask, query rows of a step, keys of a CTA
         # The times are of the whole backward pass. 64x64 with two CTAs an SM: 5.99 and 12.30 against 5.76 and
         # 10.48; windows (256, 0) 0.92 against 1.00. dK into the next step finds no registers with 128x128.
-        row(64, "none", 128, 128, overlap_dkey=False),
-        row(64, "causal", 128, 128, overlap_dkey=False),
+        row(64, "none", 128, 128, overlap_dkey=False, delay_dquery=True),
+        row(64, "causal", 128, 128, overlap_dkey=False, delay_dquery=True),
         row(64, "window", 64, 64, **small),
         # dK into the next step: 4.77 against 4.95. Scores of the next step under this one's: 5.40. 64x64 with
         # two CTAs an SM leaves too few registers, and 128x128 even more so.

@@ -34,10 +34,10 @@ from cutlass.cute.runtime import make_fake_stream
 
 from jax_r2p.kernels import blocks, mask
 from jax_r2p.kernels.common import LOG2_E, AttentionKernel, fake_array, transposed
-from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, BackwardConfig, box_columns
+from jax_r2p.kernels.config import FINISH_WARPS, WARPGROUP, WARPGROUP_ROWS, BackwardConfig, box_columns
 
 REDUCE_WARP = 1
-"""The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads."""
+"""The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads, the others finish."""
 
 WARP = 32
 DQ_COLUMNS = 64
@@ -46,17 +46,23 @@ DQ_COLUMNS = 64
 DQ_PART = WARPGROUP_ROWS * DQ_COLUMNS
 """Elements of dQ that it hands over at a time."""
 
+FINISHED = 4
+TURNS = 8
+"""Marks of a slot, each an int32: how many CTAs have added to all of its heads so far; from these offsets in bytes
+on, how many have finished their tiles of them, and, for each query tile, how many blocks have added to it."""
+
 DS_STAGES = 2
 """Tiles of dS in shared memory. With two, one barrier a step is enough: a warp that writes the tile of step i
 has passed the barrier of step i - 1, at which all others had finished reading the tile of step i - 2."""
 
 
 class Barrier:
-    """Named barriers; number 0 belongs to `sync_threads`, and the last two exist for each warpgroup."""
+    """Named barriers; number 0 belongs to `sync_threads`, and those of dQ exist for each warpgroup."""
 
     CONSUMERS = 1
     DQ_EMPTY = 2
     DQ_FULL = 4
+    FINISHED = 6
 
 
 class Schedule(NamedTuple):
@@ -71,15 +77,27 @@ class Schedule(NamedTuple):
     group: Any
     kv_repeat: Any
     kv_inner: Any
-    counters: Any
+    slots: Any
+    together: Any
+    lag: Any
+    deterministic: Any
 
 
 class Block(NamedTuple):
-    """The keys that a CTA owns."""
+    """The keys that a CTA owns: a block of a head of key and value; `place` numbers the heads of all batches."""
 
     index: Any
+    place: Any
     head: Any
     batch: Any
+
+
+class Slot(NamedTuple):
+    """Place of a query head's sums: its first tile in the sums, its marks, and what they count for heads before."""
+
+    tile: Any
+    marks: Any
+    uses: Any
 
 
 class Work(NamedTuple):
@@ -155,6 +173,7 @@ class AttentionBackward(AttentionKernel):
         # Warpgroups share out keys, each with all columns of dK and dV; or, where these are too many for its
         # registers, columns, and then the queries of the scores, which all of them need.
         self.split_columns = config.split_columns
+        self.delay_dquery = config.delay_dquery
         parts = self.warpgroups if self.split_columns else 1
         self.own_queries = config.tile_m // parts
         self.own_columns = config.head_dim // parts
@@ -164,6 +183,10 @@ class AttentionBackward(AttentionKernel):
         self.dq_columns = config.head_dim if self.dq_by_rows else config.head_dim // self.warpgroups
         # More than 64 columns at once would not leave registers enough.
         self.dq_passes = self.dq_columns // DQ_COLUMNS
+        # A finishing warp turns a chunk of 64 rows and some columns at a time into rows.
+        self.chunk = WARPGROUP_ROWS * config.finish_columns
+        self.part_steps = DQ_COLUMNS // (FINISH_WARPS * config.finish_columns)
+        self.tile_steps = self.dq_passes * self.warpgroups * self.part_steps
 
     # Host side -------------------------------------------------------------------------------------------
 
@@ -177,10 +200,12 @@ class AttentionBackward(AttentionKernel):
         dkey: cute.Tensor,
         dvalue: cute.Tensor,
         dquery: cute.Tensor,
+        sums: cute.Tensor,
+        marks: Int64,
         lse: cute.Tensor,
         delta: cute.Tensor,
-        counters: Int64,
         scale: cute.Tensor,
+        dquery_factor: cute.Tensor,
         query_lengths: Int64,
         key_lengths: Int64,
         window_left: Int32,
@@ -188,19 +213,25 @@ class AttentionBackward(AttentionKernel):
         group: Int32,
         kv_repeat: Int32,
         kv_inner: Int32,
+        slots: Int32,
+        together: Int32,
+        lag: Int32,
+        deterministic: Int32,
         ctas: Int32,
         stream: CUstream,
     ):
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
 
-        query and dout: (batch, query_length, heads, head_dim or value_head_dim); key, dkey: (kv_batch,
-        key_length, kv_heads, head_dim); value, dvalue: likewise, value_head_dim wide. dquery: float32, for
-        each (batch, head, query tile) the tile_m * head_dim sums of a tile, in the order of `add_dquery`.
-        lse, delta: float32, tile_m for each of these tiles. counters: address of an int32 for each of them
-        that starts at 0, or 0 for sums in any order. scale: one float32. query_lengths, key_lengths:
-        addresses of an int32 for each batch of the query, or 0. group: query heads of a key head. kv_repeat,
-        kv_inner: batch b of the query uses batch b // (kv_repeat * kv_inner) * kv_inner + b % kv_inner of key
-        and value.
+        query, dquery and dout: (batch, query_length, heads, head_dim or value_head_dim); key, dkey:
+        (kv_batch, key_length, kv_heads, head_dim); value, dvalue: likewise, value_head_dim wide. sums:
+        float32, zeros, for each slot and query tile the tile_m * head_dim sums of a tile, in the order of
+        `store_dquery`. marks: address of (slots, 2 + tiles) int32, zeros: see TURNS. lse, delta: float32,
+        tile_m for each (batch, head, query tile). scale, dquery_factor: one float32 each. query_lengths,
+        key_lengths: addresses of an int32 for each batch of the query, or 0. group: query heads of a key
+        head. kv_repeat, kv_inner: batch b of the query uses batch b // (kv_repeat * kv_inner) * kv_inner + b
+        % kv_inner of key and value. slots, lag: see `finish`; together: see `block`. deterministic: 0
+        for sums in any order. ctas: one for each block of keys, and for those of `lag` times `together` heads
+        more.
         """
         by_length = [1, 3, 2, 0]
         q, k, v, do, dk, dv = (
@@ -229,10 +260,12 @@ class AttentionBackward(AttentionKernel):
             dv_atom,
             dv_coords,
             dquery.iterator,
+            sums.iterator,
+            marks,
             lse.iterator,
             delta.iterator,
-            counters,
             scale.iterator,
+            dquery_factor.iterator,
             query_lengths,
             key_lengths,
             window_left,
@@ -240,6 +273,10 @@ class AttentionBackward(AttentionKernel):
             group,
             kv_repeat,
             kv_inner,
+            slots,
+            together,
+            lag,
+            deterministic,
             q_layout,
             k_layout,
             v_layout,
@@ -258,18 +295,19 @@ class AttentionBackward(AttentionKernel):
         batch, query_length, heads, kv_batch, key_length, kv_heads = (cute.sym_int() for _ in range(6))
         head_dim, value_head_dim = (cute.sym_int(divisibility=8) for _ in range(2))
 
-        query, dout = (
+        query, dquery, dout = (
             fake_array(self.dtype, (batch, query_length, heads, width), 16)
-            for width in (head_dim, value_head_dim)
+            for width in (head_dim, head_dim, value_head_dim)
         )
         key, value, dkey, dvalue = (
             fake_array(self.dtype, (kv_batch, key_length, kv_heads, width), 16)
             for width in (head_dim, value_head_dim) * 2
         )
-        dquery, lse, delta = (fake_array(Float32, (cute.sym_int(),), 16) for _ in range(3))
-        arrays = (query, key, value, dout, dkey, dvalue, dquery, lse, delta)
-        numbers = (*[Int64(0)] * 2, *[Int32(1)] * 6)
-        return (*arrays, Int64(0), fake_array(Float32, (1,), 4), *numbers, make_fake_stream())
+        sums, lse, delta = (fake_array(Float32, (cute.sym_int(),), 16) for _ in range(3))
+        scale, dquery_factor = (fake_array(Float32, (1,), 4) for _ in range(2))
+        arrays = (query, key, value, dout, dkey, dvalue, dquery, sums, Int64(0), lse, delta)
+        numbers = (*[Int64(0)] * 2, *[Int32(1)] * 10)
+        return (*arrays, scale, dquery_factor, *numbers, make_fake_stream())
 
     @property
     def _query_tile(self) -> tuple[int, int]:
@@ -321,10 +359,12 @@ class AttentionBackward(AttentionKernel):
         dv_atom: cute.CopyAtom,
         dv_coords: cute.Tensor,
         dquery: cute.Pointer,
+        sums: cute.Pointer,
+        marks: Int64,
         lse: cute.Pointer,
         delta: cute.Pointer,
-        counters: Int64,
         scale: cute.Pointer,
+        dquery_factor: cute.Pointer,
         query_lengths: Int64,
         key_lengths: Int64,
         window_left: Int32,
@@ -332,16 +372,22 @@ class AttentionBackward(AttentionKernel):
         group: Int32,
         kv_repeat: Int32,
         kv_inner: Int32,
+        slots: Int32,
+        together: Int32,
+        lag: Int32,
+        deterministic: Int32,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
         do_layout: cute.ComposedLayout,
         ds_layout: cute.ComposedLayout,
     ):
-        """Roles, shared memory and barriers; the work is in `produce`, `add_dquery` and `consume`."""
+        """Roles, shared memory, barriers; the work is in `produce`, `add_dquery`, `finish` and `consume`."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Weights go through shared memory where a warpgroup needs also those of others.
-        weight_tiles = cute.cosize(ds_layout) if self.split_columns else 0
+        weights_layout = self._shared_layout((self.tile_n, self.tile_m), 1)
+        weight_tiles = cute.cosize(weights_layout) if self.split_columns else 0
+        finishing = FINISH_WARPS * self.config.finish_stages
 
         @cute.struct
         class Storage:
@@ -349,6 +395,8 @@ class AttentionBackward(AttentionKernel):
             do_barriers: cute.struct.MemRange[Int64, 2 * self.dout_stages]
             k_barriers: cute.struct.MemRange[Int64, 2]
             v_barriers: cute.struct.MemRange[Int64, 2]
+            ds_barriers: cute.struct.MemRange[Int64, DS_STAGES]
+            chunk_barriers: cute.struct.MemRange[Int64, finishing]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * self.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.dout_stages * self.tile_m], 128]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
@@ -358,6 +406,7 @@ class AttentionBackward(AttentionKernel):
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[self.dtype, weight_tiles], 1024]
             dquery: cute.struct.Align[cute.struct.MemRange[Float32, self.warpgroups * DQ_PART], 1024]
+            chunks: cute.struct.Align[cute.struct.MemRange[Float32, finishing * self.chunk], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         s_queries = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
@@ -367,7 +416,7 @@ class AttentionBackward(AttentionKernel):
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         s_weights = None
         if cutlass.const_expr(self.split_columns):
-            s_weights = storage.weights.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+            s_weights = storage.weights.get_tensor(weights_layout.outer, swizzle=weights_layout.inner)
         # A thread's columns of a row of statistics: 2 * (lane % 4) + {0, 1} + 8 * j.
         s_lse, s_delta = (
             cute.make_tensor(
@@ -401,6 +450,12 @@ class AttentionBackward(AttentionKernel):
             key=make_pipeline(storage.k_barriers, 1, self.tile_n * 2 * self.head_dim),
             value=make_pipeline(storage.v_barriers, 1, self.tile_n * 2 * self.value_head_dim),
         )
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(DS_STAGES):
+                    cute.arch.mbarrier_init(storage.ds_barriers.data_ptr() + stage, self.consumers // WARP)
+                for number in cutlass.range_constexpr(finishing):
+                    cute.arch.mbarrier_init(storage.chunk_barriers.data_ptr() + number, 1)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -414,11 +469,17 @@ class AttentionBackward(AttentionKernel):
             group=group,
             kv_repeat=kv_repeat,
             kv_inner=kv_inner,
-            counters=counters,
+            slots=slots,
+            together=together,
+            lag=lag,
+            deterministic=deterministic,
         )
+        # The last CTAs only finish what those before have added.
+        computes = cute.arch.block_idx()[0] < self.cta_count(schedule)
+        self.exit_if(not computes and warp_index >= WARPGROUP // WARP)
         if warp_index < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp_index == 0:
+            if warp_index == 0 and computes:
                 self.produce(
                     (q_atom, q_coords, s_queries),
                     (k_atom, k_coords, s_keys),
@@ -429,14 +490,25 @@ class AttentionBackward(AttentionKernel):
                     pipelines,
                     schedule,
                 )
-            if warp_index == REDUCE_WARP:
-                self.add_dquery(dquery, storage.dquery.data_ptr(), schedule)
+            if warp_index == REDUCE_WARP and computes:
+                self.add_dquery(sums, marks, storage.dquery.data_ptr(), schedule)
+            if warp_index > REDUCE_WARP:
+                self.finish(
+                    dquery,
+                    sums,
+                    marks,
+                    dquery_factor,
+                    storage.chunks.data_ptr(),
+                    storage.chunk_barriers.data_ptr(),
+                    schedule,
+                )
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(
                 (s_queries, s_keys, s_values, s_douts, s_ds, s_weights),
                 (s_lse, s_delta),
                 storage.dquery.data_ptr(),
+                storage.ds_barriers.data_ptr(),
                 (dk_atom, dk_coords),
                 (dv_atom, dv_coords),
                 scale,
@@ -444,33 +516,50 @@ class AttentionBackward(AttentionKernel):
                 schedule,
             )
 
+    def exit_if(self, condition: Any) -> None:
+        """End the thread. A branch around what consumers do instead would cost them registers, and so spills."""
+        cute.arch.inline_ptx(
+            "{{ .reg .pred ends; setp.ne.s32 ends, {$r0}, 0; @ends exit; }}",
+            read_only_args=[cutlass.select_(condition, Int32(1), Int32(0))],
+        )
+
     # Schedule --------------------------------------------------------------------------------------------
 
-    def block(self, schedule: Schedule) -> Block:
-        """The keys of this CTA. Blocks of a head are neighbours: they share its query rows in L2.
+    def block(self, schedule: Schedule, cta: Int32) -> Block:
+        """The keys of a CTA. Blocks of a head start together: they share its query rows in L2.
 
-        The first blocks of a causal head see the most queries, and begin. Sums in a fixed order begin with
-        the last block instead: it adds to a query tile before those that wait for it are started.
+        The first blocks of a causal head see the most queries, and begin; those of `together` heads, so that
+        what is left for the end is short. Sums in a fixed order begin with the last block instead: it adds to
+        a query tile before those that wait for it are started.
         """
-        key_rows, _, heads, _ = schedule.key_shape
-        count = cute.ceil_div(key_rows, self.tile_n)
-        cta = cute.arch.block_idx()[0]
-        place, index = divide(cta, count)
-        index = cutlass.select_(schedule.counters != 0, count - 1 - index, index)
+        _, _, heads, batches = schedule.key_shape
+        count = self.block_count(schedule)
+        group, rest = divide(cta, schedule.together * count)
+        first_place = group * schedule.together
+        index, place = divide(rest, blocks.minimum(schedule.together, heads * batches - first_place))
+        place += first_place
+        index = cutlass.select_(schedule.deterministic != 0, count - 1 - index, index)
         batch, head = divide(place, heads)
-        return Block(index=index, head=head, batch=batch)
+        return Block(index=index, place=place, head=head, batch=batch)
+
+    def block_count(self, schedule: Schedule) -> Int32:
+        """Blocks of keys of a head."""
+        return cute.ceil_div(schedule.key_shape[0], self.tile_n)
+
+    def cta_count(self, schedule: Schedule) -> Int32:
+        """CTAs that have keys."""
+        _, _, heads, batch = schedule.key_shape
+        return self.block_count(schedule) * heads * batch
 
     def locate(self, schedule: Schedule, block: Block, sharer: Int32) -> tuple[Work, blocks.QueryRange]:
         """The query head number `sharer` of those that share a block's keys, and the tiles that see them."""
         query_rows, _, _, _ = schedule.query_shape
         key_rows = schedule.key_shape[0]
-        repeat, in_group = divide(sharer, schedule.group)
-        outer, inner = divide(block.batch, schedule.kv_inner)
-        batch = (outer * schedule.kv_repeat + repeat) * schedule.kv_inner + inner
+        batch, head = self.query_head(schedule, block, sharer)
         work = Work(
             first_key=block.index * self.tile_n,
             batch=batch,
-            head=block.head * schedule.group + in_group,
+            head=head,
             query_length=self.sequence_length(schedule.query_lengths, batch, query_rows),
             key_length=self.sequence_length(schedule.key_lengths, batch, key_rows),
             window_left=schedule.window_left,
@@ -486,6 +575,24 @@ class AttentionBackward(AttentionKernel):
             right=self._right_bound(work),
         )
         return work, visited
+
+    def query_head(self, schedule: Schedule, block: Block, sharer: Int32) -> tuple[Int32, Int32]:
+        """Batch and head of the query number `sharer` of those that share a block's keys."""
+        repeat, in_group = divide(sharer, schedule.group)
+        outer, inner = divide(block.batch, schedule.kv_inner)
+        batch = (outer * schedule.kv_repeat + repeat) * schedule.kv_inner + inner
+        return batch, block.head * schedule.group + in_group
+
+    def slot(self, schedule: Schedule, marks: Int64, block: Block, sharer: Int32) -> Slot:
+        """Where the sums of a query head are, and their marks."""
+        number = block.place * (schedule.group * schedule.kv_repeat) + sharer
+        heads_before, slot = divide(number, schedule.slots)
+        tiles = cute.ceil_div(schedule.query_shape[0], self.tile_m)
+        return Slot(
+            tile=slot * tiles,
+            marks=marks + Int64(slot) * (TURNS + 4 * tiles),
+            uses=heads_before * self.block_count(schedule),
+        )
 
     def tile_number(self, schedule: Schedule, work: Work, tile: Int32) -> Int32:
         """The place of a query tile among those of all heads."""
@@ -511,7 +618,7 @@ class AttentionBackward(AttentionKernel):
         Run by one whole warp: a TMA copy elects its issuing lane itself.
         """
         producer = pipeline.PipelineUserType.Producer
-        block = self.block(schedule)
+        block = self.block(schedule, cute.arch.block_idx()[0])
         place = (None, None, block.head, block.batch)
         once = pipeline.make_pipeline_state(producer, 1)
         for operand, tile, stages in (
@@ -563,19 +670,23 @@ class AttentionBackward(AttentionKernel):
     # Sums of dQ ------------------------------------------------------------------------------------------
 
     @cute.jit
-    def add_dquery(self, dquery: cute.Pointer, shared: cute.Pointer, schedule: Schedule):
+    def add_dquery(self, sums: cute.Pointer, marks: Int64, shared: cute.Pointer, schedule: Schedule):
         """Add each step's dQ to global memory: a bulk copy for each part that a warpgroup hands over.
 
-        A tile is in the order in which threads hold it, so that neither they nor this copy meet a bank
-        conflict: see `store_dquery`. Whoever reads the sums puts them in rows.
+        When a head's copies are complete its slot's mark says so; that is seen to a step later, under the copies
+        of the next head. In a fixed order each tile has its own mark, and the next block waits for it.
         """
-        block = self.block(schedule)
+        block = self.block(schedule, cute.arch.block_idx()[0])
+        done = Int64(0)
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
+            slot = self.slot(schedule, marks, block, sharer)
+            # Also where there is no step: what it says below must not be taken for the head's before.
+            self.await_count(slot.marks + FINISHED, slot.uses)
             for step in cutlass.range(visited.stop - visited.start, unroll=1):
                 tile = visited.start + step
-                number = self.tile_number(schedule, work, tile)
-                if schedule.counters != 0:
+                turn_mark = slot.marks + TURNS + Int64(tile) * 4
+                if schedule.deterministic != 0:
                     before = (
                         blocks.last_block(
                             tile * self.tile_m,
@@ -587,20 +698,19 @@ class AttentionBackward(AttentionKernel):
                         )
                         - block.index
                     )
-                    self.await_turn(schedule.counters + Int64(number) * 4, before)
+                    self.await_count(turn_mark, before)
                 for turn in cutlass.range_constexpr(self.dq_passes):
-                    # The copies before have read their parts.
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
                     for wg in cutlass.range_constexpr(self.warpgroups):
+                        # This warpgroup's last copy has read its part; those of the others may be under way.
+                        cute.arch.cp_async_bulk_wait_group(self.warpgroups - 1, read=True)
+                        cute.arch.sync_warp()
                         cute.arch.barrier_arrive(
                             barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=WARPGROUP + WARP
                         )
-                    for wg in cutlass.range_constexpr(self.warpgroups):
                         cute.arch.barrier(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=WARPGROUP + WARP)
                         source = (shared + wg * DQ_PART).toint()
-                        place = (Int64(number) * self.warpgroups + wg) * self.dq_passes + turn
-                        target = (dquery + place * DQ_PART).toint()
+                        place = (Int64(slot.tile + tile) * self.warpgroups + wg) * self.dq_passes + turn
+                        target = (sums + place * DQ_PART).toint()
                         with cute.arch.elect_one():
                             cute.arch.inline_ptx(
                                 "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
@@ -608,31 +718,194 @@ class AttentionBackward(AttentionKernel):
                                 read_only_args=[Int64(target), Int32(source), Int32(4 * DQ_PART)],
                             )
                         cute.arch.cp_async_bulk_commit_group()
-                if schedule.counters != 0:
+                if schedule.deterministic != 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     cute.arch.sync_warp()
-                    self.pass_turn(schedule.counters + Int64(number) * 4)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.count_up(turn_mark)
+                if done != 0:
+                    cute.arch.cp_async_bulk_wait_group(self.dq_passes * self.warpgroups, read=False)
+                    cute.arch.sync_warp()
+                    self.count_up(done)
+                    done = Int64(0)
+            if done != 0:
+                # This head had no step.
+                self.complete(done)
+            done = slot.marks
+        if done != 0:
+            self.complete(done)
+
+    def complete(self, mark: Int64) -> None:
+        """Wait until all copies are complete, and say so."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.sync_warp()
+        self.count_up(mark)
 
     @cute.jit
-    def await_turn(self, counter: Int64, before: Int32):
-        """Wait until as many blocks have added to a tile as come before this one."""
+    def await_count(self, counter: Int64, least: Int32):
+        """Wait until a counter in global memory has come to `least`. What it counts is then visible here."""
         seen = Int32(-1)
-        while seen < before:
+        while seen < least:
             seen = cute.arch.inline_ptx(
                 "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
                 write_only_types=[Int32],
                 read_only_args=[counter],
             )
+        # Bulk copies are of another proxy than the counter.
+        cute.arch.inline_ptx("fence.proxy.async;")
         cute.arch.sync_warp()
 
-    def pass_turn(self, counter: Int64) -> None:
-        """Say that this block has added to a tile."""
+    def count_up(self, counter: Int64) -> None:
+        """Add 1 to a counter; whoever sees it sees also what was done before."""
         with cute.arch.elect_one():
             cute.arch.inline_ptx(
                 "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
                 read_only_args=[counter, Int32(1)],
             )
+
+    # Rows of dQ ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def finish(
+        self,
+        dquery: cute.Pointer,
+        sums: cute.Pointer,
+        marks: Int64,
+        factor_pointer: cute.Pointer,
+        chunks: cute.Pointer,
+        barriers: cute.Pointer,
+        schedule: Schedule,
+    ):
+        """Turn sums of dQ into its rows, and into zeros for the next head that has their slot.
+
+        Of the `slots` slots, query head n of all has slot n % slots, after n // slots others. A CTA finishes
+        tiles of a head of keys `lag` times `together` before its own, to whose sums all CTAs that add are
+        started by then, and mostly done. All that is waited for, here and in `add_dquery`, is done by CTAs of lower numbers, so it
+        does not depend on how many run at once; the launcher checks that `slots` and `lag` are such.
+
+        Run by two warps, which take chunks in turn. Sums come by shared memory, since registers for more than a
+        few at a time are not to be had.
+        """
+        warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - REDUCE_WARP - 1
+        count = self.block_count(schedule)
+        cta = cute.arch.block_idx()[0] - schedule.lag * schedule.together * count
+        rows, width, heads, _ = schedule.query_shape
+        factor = cute.arch.load(factor_pointer, Float32)
+        chunks += warp_number * (self.config.finish_stages * self.chunk)
+        barriers += warp_number * self.config.finish_stages
+        number = Int32(0)
+        if cta >= 0:
+            block = self.block(schedule, cta)
+            # Its tiles are every `count`th. In a step each warp has a chunk.
+            steps = (cute.ceil_div(rows, self.tile_m) - block.index + count - 1) // count * self.tile_steps
+            for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
+                batch, head = self.query_head(schedule, block, sharer)
+                slot = self.slot(schedule, marks, block, sharer)
+                own_sums = sums + (
+                    Int64(slot.tile) * (self.tile_m * self.head_dim) + warp_number * self.chunk
+                )
+                self.await_count(slot.marks, slot.uses + count)
+                for step in cutlass.range_constexpr(self.config.finish_stages):
+                    if step < steps:
+                        source = own_sums + self.chunk_place(block, count, Int32(step))
+                        self.fetch(source, chunks, barriers, number + step)
+                for step in cutlass.range(steps, unroll=1):
+                    tile = block.index + step // self.tile_steps * count
+                    part = step % self.tile_steps // self.part_steps
+                    first_row, first_column = tile * self.tile_m, part * DQ_COLUMNS
+                    if cutlass.const_expr(self.dq_by_rows):
+                        first_row += part // self.dq_passes * WARPGROUP_ROWS
+                        first_column = part % self.dq_passes * DQ_COLUMNS
+                    chunk_in_part = step % self.part_steps * FINISH_WARPS + warp_number
+                    first_column += chunk_in_part * self.config.finish_columns
+                    stage = number % self.config.finish_stages
+                    cute.arch.mbarrier_wait(barriers + stage, number // self.config.finish_stages % 2)
+                    self.write_rows(
+                        dquery + ((Int64(batch) * rows + first_row) * heads + head) * width + first_column,
+                        own_sums + self.chunk_place(block, count, step),
+                        chunks + stage * self.chunk,
+                        factor,
+                        rows - first_row,
+                        width - first_column,
+                        Int64(heads) * width,
+                    )
+                    if schedule.deterministic != 0:
+                        cute.arch.inline_ptx(
+                            "st.global.s32 [{$r0}], {$r1};",
+                            read_only_args=[slot.marks + TURNS + Int64(tile) * 4, Int32(0)],
+                        )
+                    if step + self.config.finish_stages < steps:
+                        source = own_sums + self.chunk_place(block, count, step + self.config.finish_stages)
+                        self.fetch(source, chunks, barriers, number + self.config.finish_stages)
+                    number += 1
+                # Zeros written here before the copies of others that add to them.
+                cute.arch.inline_ptx("fence.proxy.async;")
+                cute.arch.barrier(barrier_id=Barrier.FINISHED, number_of_threads=FINISH_WARPS * WARP)
+                if warp_number == 0:
+                    self.count_up(slot.marks + FINISHED)
+
+    def chunk_place(self, block: Block, count: Int32, step: Int32) -> Int64:
+        """Where in a head's sums the chunks of a step are."""
+        tile = block.index + step // self.tile_steps * count
+        return Int64(tile * self.tile_steps + step % self.tile_steps) * (FINISH_WARPS * self.chunk)
+
+    def fetch(
+        self, source: cute.Pointer, chunks: cute.Pointer, barriers: cute.Pointer, number: Int32
+    ) -> None:
+        """Start the copy of chunk `number` into its stage, when all lanes have read what was there."""
+        stage = number % self.config.finish_stages
+        barrier = barriers + stage
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * self.chunk)
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[
+                    Int32((chunks + stage * self.chunk).toint()),
+                    Int64(source.toint()),
+                    Int32(4 * self.chunk),
+                    Int32(barrier.toint()),
+                ],
+            )
+
+    @cute.jit
+    def write_rows(
+        self,
+        target: cute.Pointer,
+        source: cute.Pointer,
+        chunk: cute.Pointer,
+        factor: Float32,
+        rows: Int32,
+        columns: Int32,
+        row_stride: Int64,
+    ):
+        """Round a chunk of sums, 64 rows and 32 columns, into rows of dQ, and leave zeros in its place.
+
+        A lane has eight columns of a row, which are neighbours in both. `rows`, `columns`: how many of them
+        from the chunk's first on are in the array.
+        """
+        lane = cute.arch.lane_idx()
+        eights = self.config.finish_columns // 8
+        # Four times eight numbers of eight rows at a time.
+        eight, group_of_lane, row_of_eight = lane // 8 % eights, lane // 8 // eights, lane % 8
+        for i in cutlass.range(WARPGROUP_ROWS // 8 * eights // 4, unroll=2):
+            group = i * (4 // eights) + group_of_lane
+            row = 8 * group + row_of_eight
+            # [8 columns][upper or lower 8 rows of 16][16 rows][row][column]
+            place = ((eight * 2 + group % 2) * 4 + group // 2) * 64 + row_of_eight * 8
+            values = cute.make_rmem_tensor(8, Float32)
+            cute.autovec_copy(cute.make_tensor((chunk + place).align(16), cute.make_layout(8)), values)
+            pairs = [self.pack(values[2 * k] * factor, values[2 * k + 1] * factor) for k in range(4)]
+            for half in cutlass.range_constexpr(2):
+                cute.arch.inline_ptx(
+                    "st.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                    read_only_args=[(source + (place + 4 * half)).toint(), Float32(0.0)],
+                )
+            if row < rows and 8 * eight < columns:
+                cute.arch.inline_ptx(
+                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[(target + (Int64(row) * row_stride + 8 * eight)).toint(), *pairs],
+                )
 
     # Consumers -------------------------------------------------------------------------------------------
 
@@ -642,6 +915,7 @@ class AttentionBackward(AttentionKernel):
         shared: tuple,
         statistics: tuple,
         s_dquery: cute.Pointer,
+        ds_barriers: cute.Pointer,
         dkey: tuple,
         dvalue: tuple,
         scale_pointer: cute.Pointer,
@@ -672,7 +946,7 @@ class AttentionBackward(AttentionKernel):
 
         scale = cute.arch.load(scale_pointer, Float32)
         factor = scale * LOG2_E
-        block = self.block(schedule)
+        block = self.block(schedule, cute.arch.block_idx()[0])
         # Of the thread's two keys the first, in the block, and of its queries the first, in a tile.
         key_in_block, query_in_tile = thread // WARP * 16 + lane // 4, 2 * quad
         if cutlass.const_expr(self.split_columns):
@@ -687,7 +961,8 @@ class AttentionBackward(AttentionKernel):
         q_next = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.dout_stages)
-        parity = Int32(0)
+        # Which tile of dS is written; and, where dQ is delayed, whether a step's is, and the phase of its barrier.
+        parity, delayed, phase = Int32(0), Int32(0), Int32(0)
 
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):
             work, visited = self.locate(schedule, block, sharer)
@@ -722,9 +997,11 @@ class AttentionBackward(AttentionKernel):
                     self.apply_mask(registers.scores, work, key_index, tile * self.tile_m + query_in_tile)
                 self.round_pairs(registers.scores, registers.weight_pairs)
                 if cutlass.const_expr(self.split_columns):
-                    cute.copy(
-                        save, save.retile(registers.weights_rounded), own_weights[None, None, None, parity]
-                    )
+                    if delayed != 0:
+                        # Matmuls of all warpgroups have read the weights of the step before.
+                        cute.arch.mbarrier_wait(ds_barriers, phase)
+                        phase = 1 - phase
+                    cute.copy(save, save.retile(registers.weights_rounded), own_weights[None, None, None, 0])
                     warpgroup.wait_group(0)
                 else:
                     self.issue_from_registers(
@@ -736,23 +1013,35 @@ class AttentionBackward(AttentionKernel):
                     warpgroup.wait_group(1)
                     # dV runs.
                 self.cotangents(registers, s_delta, quad, self.own_groups(wg), do_state.index)
-                cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
+                if cutlass.const_expr(self.delay_dquery):
+                    if delayed != 0:
+                        cute.arch.mbarrier_wait(ds_barriers + (1 - parity), phase)
+                        phase = phase ^ (1 - parity)
+                    # Where there is no step before, what this computes is not looked at.
+                    self.issue_dquery(matmuls, registers, operands, 1 - parity, wg, 0)
+                else:
+                    cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
                 if cutlass.const_expr(self.split_columns):
                     self.issue_from_shared(
                         matmuls.dvalue,
                         registers.dvalue,
-                        operands.weights[None, None, None, parity],
+                        operands.weights[None, None, None, 0],
                         operands.douts_by_row[None, None, None, do_state.index],
                     )
                     self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
                     warpgroup.wait_group(1)
-                else:
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(ds_barriers)
+                    delayed = Int32(1)
+                elif cutlass.const_expr(not self.delay_dquery):
                     warpgroup.wait_group(0)
                     self.issue_dquery(matmuls, registers, operands, parity, wg, 0)
-                pipelines.dout.consumer_release(do_state)
-                do_state.advance()
+                if cutlass.const_expr(not self.delay_dquery):
+                    pipelines.dout.consumer_release(do_state)
+                    do_state.advance()
                 if cutlass.const_expr(self.split_columns):
                     self.issue_from_shared(
                         matmuls.dkey,
@@ -768,9 +1057,23 @@ class AttentionBackward(AttentionKernel):
                         operands.queries_by_row[None, None, None, q_next.index],
                     )
                 q_next.advance()
+                if cutlass.const_expr(self.delay_dquery):
+                    cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
+                    cute.arch.fence_view_async_shared()
                 warpgroup.wait_group(1)
                 # dK runs.
-                self.store_dquery(registers.dquery, s_dquery, wg, thread)
+                if cutlass.const_expr(self.delay_dquery):
+                    # dQ of the step before and dV have ended: the others may write over what they read.
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(ds_barriers + parity)
+                    pipelines.dout.consumer_release(do_state)
+                    do_state.advance()
+                    if delayed != 0:
+                        self.store_dquery(registers.dquery, s_dquery, wg, thread)
+                    delayed = Int32(1)
+                else:
+                    self.store_dquery(registers.dquery, s_dquery, wg, thread)
                 for turn in cutlass.range_constexpr(1, self.dq_passes):
                     self.issue_dquery(matmuls, registers, operands, parity, wg, turn)
                     warpgroup.wait_group(0)
@@ -785,6 +1088,14 @@ class AttentionBackward(AttentionKernel):
                 if visited.stop > visited.start:
                     pipelines.query.consumer_release(q_state)
                     q_state.advance()
+
+        if cutlass.const_expr(self.delay_dquery):
+            if delayed != 0:
+                cute.arch.mbarrier_wait(ds_barriers + (1 - parity), phase)
+            self.issue_dquery(matmuls, registers, operands, 1 - parity, wg, 0)
+            warpgroup.wait_group(0)
+            if delayed != 0:
+                self.store_dquery(registers.dquery, s_dquery, wg, thread)
 
         # The other warpgroup has read this one's keys, whose place dK takes.
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
@@ -975,21 +1286,20 @@ class AttentionBackward(AttentionKernel):
     def store_dquery(self, acc: Any, shared: cute.Pointer, wg: Int32, thread: Int32) -> None:
         """Hand 64 rows and columns of dQ to `add_dquery`.
 
-        Four columns of a row at a time, [j: columns / 16][r: 2][thread: 128][4]: those of thread t are row
-        16 * (t // 32) + 8 * r + t % 32 // 4 and columns 16 * j + 2 * (t % 4) + {0, 1, 8, 9}.
+        Two columns of a row at a time, [column / 8: 8][r: 2][thread: 128][2]: those of thread t are row
+        16 * (t // 32) + 8 * r + t % 32 // 4 and columns 2 * (t % 4) + {0, 1} of the eight; so eight columns
+        of a row are neighbours.
         """
         target = cute.make_tensor(
             shared + wg * DQ_PART,
-            cute.make_layout((4, WARPGROUP, DQ_PART // WARPGROUP // 4), stride=(1, 4, 4 * WARPGROUP)),
+            cute.make_layout((2, WARPGROUP, DQ_PART // WARPGROUP // 2), stride=(1, 2, 2 * WARPGROUP)),
         )
-        four = cute.make_rmem_tensor(4, Float32)
+        pair = cute.make_rmem_tensor(2, Float32)
         threads = WARPGROUP + WARP
         cute.arch.barrier(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=threads)
-        for j in range(DQ_COLUMNS // 16):
-            for r in range(2):
-                for e in range(4):
-                    four[e] = acc[8 * j + 4 * (e // 2) + 2 * r + e % 2]
-                cute.autovec_copy(four, target[None, thread, 2 * j + r])
+        for i in range(DQ_PART // WARPGROUP // 2):
+            pair[0], pair[1] = acc[2 * i], acc[2 * i + 1]
+            cute.autovec_copy(pair, target[None, thread, i])
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=threads)
 

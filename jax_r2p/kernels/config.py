@@ -33,6 +33,9 @@ SHARED_MEMORY_PER_CTA = 232448
 SHARED_MEMORY_RESERVED = 1024
 """Bytes the driver takes from each CTA's share."""
 
+FINISH_WARPS = 2
+"""Warps of the backward kernel that turn finished sums of dQ into rows."""
+
 BOX_COLUMNS = (64, 32)
 """Columns that a TMA box can have: what the 128- and 64-byte swizzles span, in elements of a 16-bit type."""
 
@@ -64,9 +67,14 @@ def check_registers(config: ForwardConfig | BackwardConfig) -> None:
         )
 
 
+def shared_memory_limit(config: ForwardConfig | BackwardConfig) -> int:
+    """The most bytes of shared memory that each of `min_blocks` CTAs of an SM can have."""
+    return min(SHARED_MEMORY_PER_CTA, SHARED_MEMORY_PER_SM // config.min_blocks - SHARED_MEMORY_RESERVED)
+
+
 def check_shared_memory(config: ForwardConfig | BackwardConfig) -> None:
     """Refuse tiles that find no room."""
-    limit = min(SHARED_MEMORY_PER_CTA, SHARED_MEMORY_PER_SM // config.min_blocks - SHARED_MEMORY_RESERVED)
+    limit = shared_memory_limit(config)
     if config.shared_memory > limit:
         raise ValueError(
             f"tiles need {config.shared_memory} bytes of shared memory, {limit} are left to each of "
@@ -184,6 +192,8 @@ class BackwardConfig:
       stages, dout_stages: depths of the query and of the dout pipeline, in steps.
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
+      delay_dquery: dQ of a step is computed in the next one, so that no warpgroup waits for the dS of another.
+        Not where warpgroups divide columns.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 
@@ -199,6 +209,7 @@ class BackwardConfig:
     dout_stages: int = 2
     min_blocks: int = 1
     overlap_dkey: bool
+    delay_dquery: bool = False
     producer_registers: int = 24
     consumer_registers: int = 240
 
@@ -232,6 +243,8 @@ class BackwardConfig:
                 f"tile_m={self.tile_m} and head_dim={self.head_dim} leave less than 64 x 64 elements of dQ "
                 f"to each of {self.consumer_warpgroups} warpgroups"
             )
+        if self.delay_dquery and self.split_columns:
+            raise ValueError("delay_dquery is not for warpgroups that divide columns")
         if self.overlap_dkey and self.stages < 2:
             raise ValueError("overlap_dkey needs 2 stages: a step's query rows stay until the next has begun")
         check_registers(self)
@@ -253,13 +266,35 @@ class BackwardConfig:
         return WARPGROUP * (self.consumer_warpgroups + 1)
 
     @property
+    def finish_columns(self) -> int:
+        """Columns of dQ that a warp turns into rows at a time: 32, or 16 where more find no room."""
+        return 32 if self._room >= FINISH_WARPS * WARPGROUP_ROWS * 32 * 4 else 16
+
+    @property
+    def finish_stages(self) -> int:
+        """Stages in which the sums for that come by shared memory, two if there is room."""
+        return 2 if self._room >= 2 * self._finish_stage else 1
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: barriers and row statistics, then the tiles."""
-        head = 128 + (self.stages + self.dout_stages) * self.tile_m * 4
+        return self._tiles + self.finish_stages * self._finish_stage
+
+    @property
+    def _finish_stage(self) -> int:
+        return FINISH_WARPS * WARPGROUP_ROWS * self.finish_columns * 4
+
+    @property
+    def _room(self) -> int:
+        return shared_memory_limit(self) - self._tiles
+
+    @property
+    def _tiles(self) -> int:
+        head = 256 + (self.stages + self.dout_stages) * self.tile_m * 4
         halves = self.tile_n * (self.head_dim + self.value_head_dim)
         halves += self.tile_m * (self.stages * self.head_dim + self.dout_stages * self.value_head_dim)
-        # Two tiles of dS, and of weights where they go through shared memory too.
-        halves += (4 if self.split_columns else 2) * self.tile_n * self.tile_m
+        # Two tiles of dS, and one of weights where they go through shared memory too.
+        halves += (3 if self.split_columns else 2) * self.tile_n * self.tile_m
         dquery = self.consumer_warpgroups * WARPGROUP_ROWS * 64
         return -(-head // 1024) * 1024 + 2 * halves + 4 * dquery
 
