@@ -25,6 +25,11 @@ constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a div
 constexpr int64_t kCausalTiles = 4;
 constexpr int64_t kSingleRounds = 4;
 
+// Key blocks that a thread block of other masks should come to, half a millisecond of work, beside which its
+// start is short. Where there is more work for each than that, there are more thread blocks than fit at once:
+// one that must wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
+constexpr int64_t kCtaKeyBlocks = 512;
+
 // What the kernel receives; a field per entry of parameters_forward.def, which fixes the order.
 struct Parameters {
   CUtensorMap query_map;
@@ -85,7 +90,8 @@ struct Schedule {
 
 // A section is a run of heads, whole groups and an equal number in each section, whose keys and values fit
 // the L2 budget together: thread blocks that run at the same time find them there.
-Schedule MakeSchedule(const Problem& problem, const Variant& variant, int32_t multiprocessors) {
+Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const Variant& variant,
+                      int32_t multiprocessors) {
   const int64_t group = problem.heads / problem.kv_heads;
   const int64_t groups = problem.batch * problem.kv_heads;
   const int64_t bytes_per_kv_head = problem.keys * (variant.head_dim + variant.value_head_dim) * kElementSize;
@@ -103,7 +109,10 @@ Schedule MakeSchedule(const Problem& problem, const Variant& variant, int32_t mu
     const int64_t several = std::max<int64_t>(tiles - singles, 0) / kCausalTiles;
     schedule.ctas = several + tiles - several * kCausalTiles;
   } else {
-    schedule.ctas = std::min(tiles, resident);
+    const int64_t visible = int64_t{WindowLeft(call, problem)} + WindowRight(call, problem) + variant.tile_m;
+    const int64_t key_blocks = (std::min(visible, problem.keys) - 1) / variant.tile_n + 1;
+    const int64_t rounds = std::max<int64_t>(tiles / resident * key_blocks / kCtaKeyBlocks, 1);
+    schedule.ctas = std::min(tiles, rounds * resident);
   }
   return schedule;
 }
@@ -157,7 +166,7 @@ Status LaunchForward(const ForwardRequest& request) {
   Problem problem;
   R2P_RETURN_IF_ERROR(CheckRequest(request, variant, &problem));
   const auto launch = [&](const Driver& driver, const LoadedKernel& kernel) -> Status {
-    const Schedule schedule = MakeSchedule(problem, variant, kernel.multiprocessors);
+    const Schedule schedule = MakeSchedule(request.call, problem, variant, kernel.multiprocessors);
     Parameters parameters;
     R2P_RETURN_IF_ERROR(Pack(driver, request, variant, problem, schedule, &parameters));
     void* pointers[] = {

@@ -240,19 +240,20 @@ def plan_sums(
 ) -> SumsPlan:
     """Returns how a backward kernel keeps its sums for dquery.
 
-    A thread block has some keys of a head and adds to the sums of the queries of that head. Under a causal mask
-    those with the first keys have most to do, and start first: not of one head and then of the next, but of
-    `together` heads in turn, so that only short ones are left for the end. In a fixed order of additions each
-    waits for others of its head, which must not start late.
+    A thread block has some keys of a head and adds to the sums of the queries of that head. Under a causal
+    mask those with the first keys have most to do, and start first: not of one head and then of the next, but
+    of `together` heads in turn, so that only short ones are left for the end. In a fixed order of additions
+    each waits for others of its head, which must not start late.
 
     Beside that a thread block finishes sums of a group of so many heads, `lag` groups before its own, which
-    means to wait for all that is added to them. It should find that done, or nearly so: `lag` covers the heads
-    whose thread blocks run at the same time, and one more where they differ in length.
+    means to wait for all that is added to them. It should find that done, or nearly so: `lag` covers the
+    heads whose thread blocks run at the same time, and one more where they differ in length.
 
-    Sums are kept in a ring of slots, each for one head of the query at a time. With slots for `lag` + 1 groups
-    no thread block waits for one that starts after it: ffi/backward.cc says why, and demands that many, or a
-    slot for each head of the query. There are slots for two heads more, so that none waits for those that are
-    just finishing the sums it follows. More would only take memory, and with long sequences leave L2.
+    Sums are kept in a ring of slots, each for one head of the query at a time. With slots for `lag` + 1
+    groups no thread block waits for one that starts after it: ffi/backward.cc says why, and demands that
+    many, or a slot for each head of the query. There are slots for two heads more, so that none waits for
+    those that are just finishing the sums it follows. More would only take memory, and with long sequences
+    leave L2.
 
     Args:
       variant: The kernel.

@@ -122,8 +122,9 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
         several = max(tiles - max(section_tiles, 4 * 132 * variant.min_blocks), 0) // 4
         assert packed["grid"] == [several + tiles - 4 * several, 1, 1]
     else:
-        # As many thread blocks as the stub's 132 multiprocessors hold.
-        assert packed["grid"] == [min(tiles, 132 * variant.min_blocks), 1, 1]
+        # As many thread blocks as the stub's 132 multiprocessors hold, and more for many keys.
+        (grid, _, _), fit = packed["grid"], min(tiles, 132 * variant.min_blocks)
+        assert grid == fit if key[1] < 2**20 else fit <= grid <= tiles
     assert packed["block"] == [variant.threads, 1, 1]
     assert packed["shared_memory"] == variant.shared_memory
 
@@ -301,6 +302,30 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 )
 def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: int):
     assert process.pack(BF16_D128, make_call(BF16_D128, query, key))["grid"] == [ctas, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "window", "ctas"),
+    [
+        # 128 rows and 128 keys. 4096 tiles, 31 for each of 132 thread blocks: 1984 key blocks, 3 times 512.
+        ("fwd_bf16_d128_none", 8192, {}, 3 * 132),
+        # 1024 for 8 of 32 tiles, and so few that 4 times 512 are not there.
+        ("fwd_bf16_d128_none", 4096, {}, 132),
+        # A tile for each is the most.
+        ("fwd_bf16_d128_none", 1 << 17, {}, 1024 * 16),
+        # 64 rows and 64 keys, three at once. A tile sees 5 blocks, of 20 tiles each: not 512.
+        ("fwd_bf16_d64_window", 8192, {"window_left": 256, "window_right": 0}, 3 * 132),
+        # 1 block more than 8192 - 64 keys: 128 * 20 = 2560.
+        ("fwd_bf16_d64_window", 8192, {"window_left": 8192 - 64, "window_right": 0}, 5 * 3 * 132),
+    ],
+)
+def test_long_work_is_for_more_thread_blocks(
+    process: StubProcess, name: str, rows: int, window: Any, ctas: int
+):
+    """Than fit at once, so that one which begins late has little to do."""
+    variant = VARIANTS[name]
+    shape = (max(1, 32768 // rows), rows, 16, variant.head_dim)
+    assert process.pack(variant, make_call(variant, shape, shape, **window))["grid"] == [ctas, 1, 1]
 
 
 # Refusals. Each row: what is changed in a valid call, and what the error has to say.

@@ -5,7 +5,8 @@ query tiles that see them, for every query head that shares the keys. Scores are
 Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in which the matmuls dV +=
 P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in queries `mask.py` turns
 into predicates as it does in the forward pass. Only dS goes through shared memory, for dQ = dS K; those tiles
-are added in fp32 in global memory by the bulk copy unit, which needs no thread.
+are added in fp32 in global memory by the bulk copy unit, which needs no thread. When all is added that
+belongs to a head, two warps that have no other task turn its sums into rows.
 
     P = exp2(S * scale * log2(e) - lse),   dS = P * (dP - delta),   dP = dO V^T
 
@@ -14,7 +15,8 @@ there, or sees no key, comes with lse = +inf and delta = 0, so that its weights 
 
 Within a step the matmuls are ordered so that one always runs under the arithmetic of another: dP under the
 exponentials, dV under the computation of dS, dK under the write of dQ and, where registers suffice, until the
-next step's scores are there.
+next step's scores are there. With `delay_dquery` dQ is that of the step before, whose dS is there by then:
+warpgroups do not wait for each other, and one computes while another multiplies.
 
 The method is FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024).
 """
@@ -37,7 +39,7 @@ from jax_r2p.kernels.common import LOG2_E, AttentionKernel, fake_array, transpos
 from jax_r2p.kernels.config import FINISH_WARPS, WARPGROUP, WARPGROUP_ROWS, BackwardConfig, box_columns
 
 REDUCE_WARP = 1
-"""The warp of the producing warpgroup that adds dQ tiles to global memory; warp 0 loads, the others finish."""
+"""The warp of the producing warpgroup that adds dQ to global memory; warp 0 loads, the others finish."""
 
 WARP = 32
 DQ_COLUMNS = 64
@@ -48,8 +50,9 @@ DQ_PART = WARPGROUP_ROWS * DQ_COLUMNS
 
 FINISHED = 4
 TURNS = 8
-"""Marks of a slot, each an int32: how many CTAs have added to all of its heads so far; from these offsets in bytes
-on, how many have finished their tiles of them, and, for each query tile, how many blocks have added to it."""
+"""Marks of a slot, each an int32: how many CTAs have added to all of its heads so far; from these offsets in
+bytes on, how many have finished their tiles of them, and, for each query tile, how many blocks have added to
+it."""
 
 DS_STAGES = 2
 """Tiles of dS in shared memory. With two, one barrier a step is enough: a warp that writes the tile of step i
@@ -84,7 +87,7 @@ class Schedule(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The keys that a CTA owns: a block of a head of key and value; `place` numbers the heads of all batches."""
+    """The keys that a CTA owns: a block of a head. `place` numbers the heads of keys of all batches."""
 
     index: Any
     place: Any
@@ -93,7 +96,7 @@ class Block(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Place of a query head's sums: its first tile in the sums, its marks, and what they count for heads before."""
+    """Where a query head's sums are: their first tile, their marks, and what these count for heads before."""
 
     tile: Any
     marks: Any
@@ -517,7 +520,7 @@ class AttentionBackward(AttentionKernel):
             )
 
     def exit_if(self, condition: Any) -> None:
-        """End the thread. A branch around what consumers do instead would cost them registers, and so spills."""
+        """End the thread. A branch around what consumers do otherwise would cost registers, and so spills."""
         cute.arch.inline_ptx(
             "{{ .reg .pred ends; setp.ne.s32 ends, {$r0}, 0; @ends exit; }}",
             read_only_args=[cutlass.select_(condition, Int32(1), Int32(0))],
@@ -673,8 +676,8 @@ class AttentionBackward(AttentionKernel):
     def add_dquery(self, sums: cute.Pointer, marks: Int64, shared: cute.Pointer, schedule: Schedule):
         """Add each step's dQ to global memory: a bulk copy for each part that a warpgroup hands over.
 
-        When a head's copies are complete its slot's mark says so; that is seen to a step later, under the copies
-        of the next head. In a fixed order each tile has its own mark, and the next block waits for it.
+        When a head's copies are complete its slot's mark says so; that is seen to a step later, under the
+        copies of the next head. In a fixed order each tile has its own mark, and the next block waits for it.
         """
         block = self.block(schedule, cute.arch.block_idx()[0])
         done = Int64(0)
@@ -779,11 +782,12 @@ class AttentionBackward(AttentionKernel):
 
         Of the `slots` slots, query head n of all has slot n % slots, after n // slots others. A CTA finishes
         tiles of a head of keys `lag` times `together` before its own, to whose sums all CTAs that add are
-        started by then, and mostly done. All that is waited for, here and in `add_dquery`, is done by CTAs of lower numbers, so it
-        does not depend on how many run at once; the launcher checks that `slots` and `lag` are such.
+        started by then, and mostly done. All that is waited for, here and in `add_dquery`, is done by CTAs of
+        lower numbers, so it does not depend on how many run at once; the launcher checks that `slots` and
+        `lag` are such.
 
-        Run by two warps, which take chunks in turn. Sums come by shared memory, since registers for more than a
-        few at a time are not to be had.
+        Run by two warps, which take chunks in turn. Sums come by shared memory, since there are registers for
+        only a few at a time.
         """
         warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - REDUCE_WARP - 1
         count = self.block_count(schedule)
@@ -961,7 +965,8 @@ class AttentionBackward(AttentionKernel):
         q_next = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.dout_stages)
-        # Which tile of dS is written; and, where dQ is delayed, whether a step's is, and the phase of its barrier.
+        # Which tile of dS is written; whether a step's dQ, or its reading of weights, is still to be waited
+        # for, and the phase of that barrier.
         parity, delayed, phase = Int32(0), Int32(0), Int32(0)
 
         for sharer in cutlass.range(schedule.group * schedule.kv_repeat, unroll=1):

@@ -192,8 +192,8 @@ class BackwardConfig:
       stages, dout_stages: depths of the query and of the dout pipeline, in steps.
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
-      delay_dquery: dQ of a step is computed in the next one, so that no warpgroup waits for the dS of another.
-        Not where warpgroups divide columns.
+      delay_dquery: dQ of a step is computed in the next one, so that no warpgroup waits for the dS of
+        another. Not where warpgroups divide columns.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 

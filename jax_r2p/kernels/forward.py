@@ -385,9 +385,10 @@ class AttentionForward(AttentionKernel):
     def tile_places(self, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
         """This CTA's tiles as places in the order of `locate`: the first, the distance to the next, how many.
 
-        Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU. Causal ones are not
-        equal: there the first CTAs take `cta_tiles` in a row each, the last ones a single tile, and the GPU
-        starts the next CTA where one has ended. How many take several follows from the number of CTAs.
+        Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU, or, where there is much
+        work, to some times as many. Causal ones are not equal: there the first CTAs take `cta_tiles` in a row
+        each, the last ones a single tile, and the GPU starts the next CTA where one has ended. How many take
+        several follows from the number of CTAs.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         query_rows, _, heads, batch = schedule.query_shape
