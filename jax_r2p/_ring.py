@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jax_r2p import _arguments, _attention, _blockwise, _primitives, reference
@@ -126,7 +127,7 @@ def ring_attention(
       residual, (..., T / P, N), is that of all visible keys of the whole sequence.
 
     Raises:
-      TypeError: As for `attention`.
+      TypeError: As for `attention`; or the call is differentiated in forward mode and `method` is "ring".
       ValueError: As for `attention`; or there is no such axis, layout or method, or the layout does not go
         with the shapes or the mask.
       NotImplementedError: As for `attention`; or a window with "zigzag", or a mask with S other than T.
@@ -150,6 +151,7 @@ def ring_attention(
         query, key, value, factor, lax.axis_index(axis_name)
     )
     if method == "ring":
+        _check_reverse_mode(query, key, value, factor)
         plan = _plan(spec, layout, query.shape[-3], key.shape[-3], size)
         ring = _Ring(axis_name=axis_name, size=size, plan=plan, backend=backend)
         out, lse = _around(ring, query, key, value, factor)
@@ -192,6 +194,19 @@ def _check_layout(spec: AttentionSpec, layout: Any, method: Any, queries: int, k
         raise NotImplementedError(
             "method='ring' with a mask needs query and key shards of one length, got "
             f"{queries} queries and {keys} keys; method='all_gather' takes them"
+        )
+
+
+def _check_reverse_mode(*operands: Array) -> None:
+    """Refuses operands with tangents.
+
+    JAX itself refuses forward mode of a `jax.custom_vjp`, but outside of jit all it says is that some type
+    cannot be hashed. Where a jit is between here and the derivative, only JAX can tell, and does.
+    """
+    if any(isinstance(x, ad.JVPTracer) for x in operands):
+        raise TypeError(
+            "method='ring' has reverse-mode derivatives only, got a call under forward-mode differentiation "
+            "(jax.jvp, jax.jacfwd, jax.hessian); method='all_gather' has derivatives of any kind"
         )
 
 
@@ -541,6 +556,7 @@ def _merge(
 
 @promoting
 def _around_forward(ring: _Ring, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    _check_reverse_mode(*operands)  # forward mode of a gradient
     results = _around(ring, *operands)
     return results, (*operands, *results)
 
@@ -618,7 +634,7 @@ def _gathered(
 ) -> tuple[Array, Array]:
     """Returns out and lse, (*B, N, T), of this device's queries."""
     index, size = lax.axis_index(axis_name), _axis_size(axis_name)
-    key, value = (lax.all_gather(x, axis_name, axis=x.ndim - 3, tiled=True) for x in (key, value))
+    key, value = (_gather(x, axis_name) for x in (key, value))
     if spec == AttentionSpec():
         return backend.forward(query, key, value, scale, spec)
 
@@ -638,6 +654,18 @@ def _gathered(
         strict=True,
     )
     return jnp.concatenate(outs, -3), jnp.concatenate(lses, -1)
+
+
+def _gather(x: Array, axis_name: AxisName) -> Array:
+    """Returns `x` of all devices, joined along the sequence."""
+    gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=x.ndim - 3, tiled=True)
+    spec = jax.typeof(x).sharding.spec
+    explicit = {name for names in spec if names for name in ((names,) if isinstance(names, str) else names)}
+    if not explicit:
+        return gather(x)
+    # JAX lowers the transpose, a reduce_scatter, with a scalar of the array's type and forgets to take the
+    # sharding from it: that is an error where the array is sharded over explicit axes.
+    return jax.sharding.auto_axes(gather, axes=tuple(sorted(explicit)), out_sharding=spec)(x)
 
 
 def _attend_at(

@@ -313,8 +313,74 @@ def test_forward_mode_by_gathering():
         for f in (sharded(2, method="all_gather", is_causal=True), whole(is_causal=True))
     )
     check(got, want, 1e-5)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(lambda: jax.jvp(sharded(2), args, moving))()
+
+
+def _under(transform):
+    """Values of what `transform` makes of the ring, as a function of whole arrays; outside of jit."""
+    return lambda *args: transform(lambda *args: jnp.sum(sharded(2)(*args)[0]))(*args)
+
+
+def _inside(*args):
+    """Forward mode within the shard_map."""
+
+    def local(*args):
+        return jax.jvp(functools.partial(jax_r2p.ring_attention, axis_name="s"), args, args)[1]
+
+    return jax.shard_map(local, mesh=mesh(2), in_specs=(SPLIT,) * 3, out_specs=SPLIT)(*args[:3])
+
+
+@pytest.mark.parametrize(
+    ("message", "function"),
+    [
+        *((r"method='all_gather' has", f) for f in (_under(jax.jacfwd), _under(jax.hessian), _inside)),
+        (r"method='all_gather' has", lambda *args: jax.jvp(_under(lambda f: f), args, args)),
+        (r"forward-mode", _under(lambda f: jax.jacfwd(jax.jit(f)))),  # JAX's own
+    ],
+    ids=["jacfwd", "hessian", "inside", "jvp", "inner jit"],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_mode_of_the_ring_is_refused(message, function, jit):
+    with pytest.raises(TypeError, match=message):
+        (jax.jit(function) if jit else function)(*arrays(2))
+
+
+def test_reverse_mode_outside_of_jit():
+    """Of calls that the refusal of forward mode must not meet."""
+    args = arrays(2)
+    want = jax.grad(lambda *args: jnp.sum(jnp.sin(whole()(*args)[0])), (0, 1, 2, 3))(*args)
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(sharded(2)(*args)[0]))
+
+    check(jax.grad(loss, (0, 1, 2, 3))(*args), want)
+    check(jax.vjp(loss, *args)[1](jnp.float32(1)), want)
+    check(jax.grad(jax.checkpoint(loss), (0, 1, 2, 3))(*args), want)
+
+
+@pytest.mark.parametrize("name", ["causal", "zigzag"])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_beside_an_explicit_axis(method, name):
+    """The gradient inside a shard_map that is manual over the sequence alone, and around it."""
+    args = arrays(2)[:3]
+    explicit = jax.make_mesh((2, 2), ("b", "s"), axis_types=(AxisType.Explicit,) * 2)
+    attend = functools.partial(jax_r2p.ring_attention, axis_name="s", method=method, scale=0.4, **MASKS[name])
+    want = jax.grad(_loss(whole(**MASKS[name])), (0, 1, 2))(*args, 0.4)
+    if name == "zigzag":
+        args, want = ([jax_r2p.to_zigzag(x, 2, 1) for x in arrays] for arrays in (args, want))
+    with jax.set_mesh(explicit):
+        placed = [jax.device_put(x, NamedSharding(explicit, P("b", "s"))) for x in args]
+        over_s = functools.partial(jax.shard_map, in_specs=(SPLIT,) * 3, axis_names={"s"})
+        inside = over_s(jax.grad(_loss(attend), (0, 1, 2)), out_specs=(SPLIT,) * 3)
+        around = jax.grad(_loss(over_s(attend, out_specs=SPLIT)), (0, 1, 2))
+        # jax 0.8.2 takes no gradient around a shard_map that is manual over some axes of an explicit mesh.
+        for function in (inside, around) if jax.__version_info__ >= (0, 10) else (inside,):
+            got = jax.jit(function)(*placed)
+            assert all(x.sharding.spec[0] == "b" for x in got)
+            check(jax.device_get(got), want)
+
+
+def _loss(function):
+    return lambda *args: jnp.sum(jnp.sin(jax.tree.leaves(function(*args))[0]))
 
 
 # What travels, what is computed, what memory it takes
