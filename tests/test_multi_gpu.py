@@ -31,6 +31,36 @@ def start(
     )
 
 
+@pytest.mark.parametrize(
+    ("curves", "ok"),
+    [
+        (({1: 5.0, 9: 2.0}, {1: 5.01, 9: 1.96}), True),
+        (({1: 5.0, 9: 2.0}, {1: 5.0, 9: 1.94}), False),
+        (({1: 5.0, 9: 2.0}, {1: 5.0, 8: 2.0}), None),
+    ],
+    ids=["noise", "apart", "other steps"],
+)
+def test_training(tmp_path, curves, ok):
+    """The curve of one device with the same batch is asked for; its runs are made up here."""
+    out = tmp_path / "rows.jsonl"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import multi_gpu\n"
+        f"runs = {{(1, 2): ({curves[0]}, 10.0), (2, 2): ({curves[1]}, 11.0), (2, 4): ({{}}, 18.0)}}\n"
+        "multi_gpu.train_on = lambda run, count, batch: runs[count, batch]\n"
+        f"sys.exit(multi_gpu.main(['--size', 'tiny', '--parts', 'train', '--out', {str(out)!r}]))"
+    )
+    done = start("-c", code, program=())
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert done.returncode == (0 if ok else 1), done.stdout + done.stderr
+    if ok is None:
+        assert "curves with other steps: [1, 9], [1, 8]" in rows[0]["error"]
+        return
+    curve, speed = rows
+    assert (curve["ok"], curve["steps"], curve["last_losses"]) == (ok, 9, [2.0, curves[1][9]])
+    assert speed["tokens_per_second"] == {"1": 10.0, "2": 18.0}
+    assert speed["efficiency"] == 0.9
+
+
 @pytest.mark.slow
 def test_every_part(tmp_path):
     out = tmp_path / "new" / "rows.jsonl"
