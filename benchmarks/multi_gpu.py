@@ -60,6 +60,9 @@ LEAST_EFFICIENCY = 0.95
 MOST_EXPOSED = 1.10
 """Time of the ring over that without transfers, from shards of `Size.judged` tokens on."""
 
+MOST_LOSS_APART = 0.05
+"""Losses of two runs in bfloat16 that differ only in the order of their sums came up to 0.03 apart."""
+
 COLLECTIVES = re.compile(
     r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
 )
@@ -103,7 +106,7 @@ SIZES = {
         replays=20,
         rounds=5,
         sample_seconds=0.06,
-        train=("--size", "small", "--steps", "100"),
+        train=("--size", "medium", "--steps", "60"),
     ),
     "tiny": Size(
         heads=8,
@@ -578,30 +581,48 @@ def _launches() -> int:
 
 
 def train(run: Run) -> None:
-    """Speed of the example on all devices, against one."""
-    per_device = 8 if run.on_gpu else 2
-    speeds = {}
-    for count in (1, run.count):
-        with tempfile.TemporaryDirectory() as folder:
-            rows = Path(folder) / "rows.jsonl"
-            script = str(ROOT / "examples" / "train_gpt.py")
-            command = [sys.executable, script, *run.size.train, "--batch", str(per_device * count)]
-            variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
-            if not run.on_gpu:
-                variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
-            done = subprocess.run(
-                [*command, "--rows", str(rows)],
-                env={**os.environ, **variables},
-                capture_output=True,
-                text=True,
-                timeout=150,
-            )
-            if done.returncode:
-                raise RuntimeError(f"{count} devices, exit {done.returncode}: {done.stderr[-2000:]}")
-            summary = json.loads(rows.read_text("utf-8").splitlines()[-1])
-        speeds[count] = summary["tokens_per_second"]
-    efficiency = speeds[run.count] / speeds[1] / run.count
-    run.record("train: tokens a second and device", None, tokens_per_second=speeds, efficiency=efficiency)
+    """The example on all devices: the curve of one with the same batch, its speed with as much for each."""
+    per_device = 16 if run.on_gpu else 2
+    one = train_on(run, 1, per_device)
+    shared = train_on(run, run.count, per_device)
+    full = train_on(run, run.count, per_device * run.count)
+    (ours, speed), (theirs, _), (_, full_speed) = one, shared, full
+    if ours.keys() != theirs.keys() or not ours:
+        raise RuntimeError(f"curves with other steps: {sorted(ours)}, {sorted(theirs)}")
+    apart = max(abs(ours[step] - theirs[step]) for step in ours)
+    last = max(ours)
+    run.record(
+        "train: loss curve",
+        apart <= MOST_LOSS_APART,
+        most_apart=apart,
+        last_losses=[ours[last], theirs[last]],
+        steps=last,
+    )
+    efficiency = full_speed / speed / run.count
+    run.record(
+        "train: tokens a second and device",
+        efficiency >= LEAST_EFFICIENCY if run.on_gpu else None,
+        tokens_per_second={1: speed, run.count: full_speed},
+        efficiency=efficiency,
+    )
+
+
+def train_on(run: Run, count: int, batch: int) -> tuple[dict[int, float], float]:
+    """Returns the losses of the example by step, on some of the devices, and its tokens a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        script = str(ROOT / "examples" / "train_gpt.py")
+        command = [sys.executable, script, *run.size.train, "--batch", str(batch), "--rows", str(rows)]
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        if not run.on_gpu:
+            variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+        done = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=150
+        )
+        if done.returncode:
+            raise RuntimeError(f"{count} devices, exit {done.returncode}: {done.stderr[-2000:]}")
+        *curve, summary = (json.loads(line) for line in rows.read_text("utf-8").splitlines())
+    return {row["step"]: row["loss"] for row in curve}, summary["tokens_per_second"]
 
 
 # The program.
