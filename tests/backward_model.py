@@ -1,10 +1,10 @@
 """Runs the Python source of the warps that add and finish sums of dquery, with plain numbers and no GPU.
 
-What the kernel takes from its compiler is replaced: pointers are places in numpy arrays, and instructions are
-known by their text. Every warp is a thread, of which one runs at a time; where it looks at or changes what
-others see, one that is drawn goes on. Copies stay under way as long as nothing waits for them. The warps of
-matmuls are a list of numbers to hand over. The memory order of instructions is not modelled: what is done is
-seen by all.
+What the kernel takes from its compiler is replaced: pointers are places in numpy arrays, and instructions
+are known by their text. Every warp is a thread, of which one runs at a time; where it looks at or changes
+what others see, it may have to let another go on. Copies stay under way as long as nothing waits for them.
+The warps of matmuls are a list of numbers to hand over. The memory order of instructions is not modelled:
+what is done is seen by all.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ class Rows:
 
 
 class Warps:
-    """Threads of which one runs at a time."""
+    """Threads of which one runs at a time.
+
+    Each has a priority, so that some are far behind others; now and then it gets another one.
+    """
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.waiting: dict[Any, Callable[[], bool]] = {}
         self.turns: dict[Any, threading.Semaphore] = {}
+        self.priorities: dict[Any, float] = {}
         self.own = threading.local()
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -85,8 +89,10 @@ class Warps:
             raise self.error
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Lets another warp run. This one goes on when it is drawn and `ready` holds."""
+        """Lets another warp run. This one goes on when `ready` holds and none that can has precedence."""
         name = self.own.name
+        if self.rng.integers(50) == 0:
+            self.priorities[name] = self.rng.random()
         self.waiting[name] = ready
         self._next()
         self.turns[name].acquire()
@@ -96,6 +102,7 @@ class Warps:
     def _start(self) -> None:
         name, function = self.queue.pop()
         self.turns[name] = threading.Semaphore(0)
+        self.priorities[name] = self.rng.random()
         self.waiting[name] = lambda: True
 
         def body() -> None:
@@ -123,7 +130,7 @@ class Warps:
             else:
                 self.done.set()
             return
-        name = ready[self.rng.integers(len(ready))]
+        name = max(ready, key=self.priorities.__getitem__)
         del self.waiting[name]
         self.turns[name].release()
 
@@ -461,7 +468,11 @@ def run(
                         column = number if model.dq_by_rows else wg * model.dq_passes + number
                         column *= backward.DQ_COLUMNS
                         part = np.zeros(backward.DQ_PART)
-                        part[places] = addend[row : row + WARPGROUP_ROWS, column : column + backward.DQ_COLUMNS]
+                        rows, columns = (
+                            row + np.arange(WARPGROUP_ROWS),
+                            column + np.arange(backward.DQ_COLUMNS),
+                        )
+                        part[places] = addend[np.ix_(rows, columns)]
                         yield part
 
         def adding(cta: int) -> None:

@@ -436,5 +436,7 @@ def test_the_library_takes_a_backward_kernel():
     variant = make_backward_variant(name="made_up_backward")
     library = _ffi.load_library()
     _ffi._add_variant(library, variant, b"made up")
-    with pytest.raises(InstallationError, match=r"'made_up_backward', parameter \d: expected out_map .*; got dout_map"):
+    with pytest.raises(
+        InstallationError, match=r"'made_up_backward', parameter \d: expected out_map .*; got dout_map"
+    ):
         _ffi._add_variant(library, dataclasses.replace(variant, role="forward"), b"made up")

@@ -93,7 +93,8 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     query, key, fields = CASES[case]
     packed = process.pack(variant, make_backward_call(variant, query, key, **fields))
     kv_batch, keys, kv_heads, _ = key
-    assert packed["grid"] == [-(-keys // variant.tile_n) * (kv_heads * kv_batch + fields.get("lag", 1)), 1, 1]
+    more = fields.get("lag", 1) * fields.get("together", 1)
+    assert packed["grid"] == [-(-keys // variant.tile_n) * (kv_heads * kv_batch + more), 1, 1]
     assert packed["block"] == [variant.threads, 1, 1]
     assert packed["shared_memory"] == variant.shared_memory
 
@@ -476,8 +477,10 @@ def test_another_versions_structs_are_refused(process: StubProcess):
 
 def test_parameters_are_those_of_the_role(process: StubProcess):
     """A kernel of one role with the parameters of the other is refused, whatever it is called."""
-    for variant, role, first in ((BF16, 1, "out_map .*; got dout_map"), (FORWARD, 2, "dout_map .*; got out_map")):
-        with pytest.raises(LibraryError, match=rf"'other', parameter \d: expected {first} of 128 bytes"):
+    maps = ("out_map", "dout_map")
+    for variant, role, (expected, got) in ((BF16, 1, maps), (FORWARD, 2, maps[::-1])):
+        message = rf"'other', parameter \d: expected {expected} of 128 bytes; got {got} of 128 bytes"
+        with pytest.raises(LibraryError, match=message):
             process.add(variant, name="other", role=role, cubin="made up")
 
 

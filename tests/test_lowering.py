@@ -333,7 +333,7 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("argnums", [(0,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
 def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):
-    """With 1 as the factor of dquery in place of scale; no other gradient takes it."""
+    """With a constant as the factor of dquery in place of scale; no other gradient takes it."""
 
     def function(query, key, value, scale):
         return jnp.sum(causal(query, key, value, scale=scale).astype(jnp.float32))
@@ -347,9 +347,10 @@ def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):
     given = re.findall(rf"custom_call @{re.escape(BACKWARD)}\(([^)]*)\)", text)
     (scale, factor), *second = [x.split(", ")[6:8] for x in given]
     assert factor == scale
-    for again, one in second:
+    for again, constant in second:
         assert again == scale
-        assert one != scale
+        assert constant != scale
+        assert f"{constant} = stablehlo.constant dense<1.250000e-01> : tensor<f32>" in text  # 64**-0.5
 
 
 def test_backward_of_shared_keys_and_odd_widths(backward_kernels):
