@@ -397,8 +397,12 @@ def test_chunks_of_dquery_take_what_room_there_is() -> None:
     [
         {"tile_n": 64, "value_head_dim": 64},
         {
-            **{"head_dim": 64, "value_head_dim": 64, "tile_m": 128, "dout_stages": 1},
-            **{"overlap_dkey": False, "delay_dquery": True},
+            "head_dim": 64,
+            "value_head_dim": 64,
+            "tile_m": 128,
+            "dout_stages": 1,
+            "overlap_dkey": False,
+            "delay_dquery": True,
         },
         {"tile_n": 64, "value_head_dim": 256, "dout_stages": 1, "overlap_dkey": False},
     ],
