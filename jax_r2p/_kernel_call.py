@@ -153,12 +153,14 @@ def _backward(
     )
     if not with_dscale:
         return results
-    # dquery is of no use here: it is rounded after it is multiplied by scale, which may be 0.
-    unscaled, _, _ = call(dquery_factor=lax.full_like(scale, 1))
-    unscaled = _unfold(unscaled, batch, head_dim).astype(scale.dtype)
+    # dquery is of no use here: it is rounded after it is multiplied by scale, which may be 0. Nor are sums that
+    # nothing makes smaller, which may be too large for fp16 where dquery is not.
+    factor = head_dim**-0.5
+    by_factor, _, _ = call(dquery_factor=lax.full_like(scale, factor))
+    by_factor = _unfold(by_factor, batch, head_dim).astype(scale.dtype)
     # Queries that are not there may be NaN; their sums are 0.
-    dscale = jnp.sum(_scores.finite(query).astype(scale.dtype) * unscaled, axis=(-3, -2, -1))
-    return *results, dscale
+    dscale = jnp.sum(_scores.finite(query).astype(scale.dtype) * by_factor, axis=(-3, -2, -1))
+    return *results, dscale / factor
 
 
 def _fold_and_pad(x: Array, batch: Sequence[int]) -> Array:

@@ -53,7 +53,11 @@ ATTRIBUTES = {  # and their types
         **dict.fromkeys(("kv_repeat", "kv_inner"), "int64"),
     }
 }
-ATTRIBUTES["backward"] = {**ATTRIBUTES["forward"], "lag": "int64", "deterministic": "boolean"}
+ATTRIBUTES["backward"] = {
+    **ATTRIBUTES["forward"],
+    **dict.fromkeys(("together", "lag"), "int64"),
+    "deterministic": "boolean",
+}
 STRUCTS = {"forward": "R2pLaunch", "backward": "R2pBackward"}
 FUNCTIONS = {"forward": "r2p_launch", "backward": "r2p_launch_backward"}
 
@@ -114,6 +118,7 @@ class BackwardCall(_AnyCall):
     dvalue: Array
     sums: Array
     marks: Array
+    together: int = 1
     lag: int = 1
     deterministic: int = 0
     role: str = dataclasses.field(default="backward", init=False)
@@ -233,7 +238,7 @@ def make_backward_call(
         "dkey": key,
         "dvalue": (*key[:-1], value_width),
         "sums": (slots, tiles, variant.tile_m * variant.head_dim),
-        "marks": (slots, tiles, 2),
+        "marks": (slots, 2 + tiles),
     }
     dtypes = {
         **dict.fromkeys(("lse", "delta", "scale", "dquery_factor", "sums"), "fp32"),

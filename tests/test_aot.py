@@ -345,13 +345,22 @@ def test_value_of_a_backward_kernel_is_as_wide_as_key_by_default() -> None:
             {"head_dim": 64},
             "tile_m=64 and head_dim=64 leave less than 64 x 64 elements of dQ to each of 2 warpgroups",
         ),
+        (
+            {"head_dim": 256, "tile_n": 64, "dout_stages": 1, "overlap_dkey": False, "delay_dquery": True},
+            "delay_dquery is not for warpgroups that divide columns",
+        ),
+        (
+            {"tile_n": 64, "delay_dquery": True},
+            "delay_dquery is for 64 x 64 elements of dQ of each warpgroup, got tile_m=64, tile_n=64 and "
+            "head_dim=128",
+        ),
         ({"stages": 1}, "overlap_dkey needs 2 stages: a step's query rows stay until the next has begun"),
         ({"consumer_registers": 244}, r"consumer_registers=244 must be a multiple of 8 in 24\.\.256"),
         ({"producer_registers": 16}, r"producer_registers=16 must be a multiple of 8 in 24\.\.256"),
         ({"consumer_registers": 248}, "setmaxnreg asks for 520 registers .* the CTA's pool holds 504"),
         (
             {"min_blocks": 2, "consumer_registers": 104},
-            "tiles need 198656 bytes .* are left to each of 2 CTAs",
+            "tiles need 206848 bytes .* are left to each of 2 CTAs",
         ),
     ],
     ids=str,
@@ -359,6 +368,50 @@ def test_value_of_a_backward_kernel_is_as_wide_as_key_by_default() -> None:
 def test_impossible_choices_of_a_backward_kernel(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backward_config_of(**changes)
+
+
+def test_chunks_of_dquery_take_what_room_there_is() -> None:
+    """Two stages of 64 rows and 32 columns of float32 for two warps, or one of them, or one of 16 columns."""
+    columns = 2 * 64 * 4
+
+    def found(**changes: Any) -> tuple[int, int, int]:
+        config = backward_config_of(**changes)
+        return config.finish_columns, config.finish_stages, config.shared_memory
+
+    # Barriers and statistics of rows; keys and values, and two stages of queries and douts; two tiles of dS,
+    # and what is handed over of dQ.
+    tiles = 2048 + 2 * (128 * 256 + 64 * 512) + 2 * 2 * 64 * 128 + 2 * 64 * 64 * 4
+    assert found() == (32, 2, tiles + 2 * 32 * columns)
+    small = {"tile_n": 64, "head_dim": 64, "value_head_dim": 64, "min_blocks": 2, "consumer_registers": 232}
+    tiles = 2048 + 2 * (64 * 128 + 64 * 256) + 2 * 2 * 64 * 64 + 64 * 64 * 4
+    assert found(**small) == (32, 1, tiles + 32 * columns)
+    # One stage of douts, and a tile of weights.
+    wide = {"tile_n": 64, "head_dim": 256, "value_head_dim": 256, "dout_stages": 1, "overlap_dkey": False}
+    tiles = 1024 + 2 * (64 * 512 + 64 * 768) + 3 * 2 * 64 * 64 + 2 * 64 * 64 * 4
+    assert found(**wide) == (16, 1, tiles + 16 * columns)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tile_n": 64, "value_head_dim": 64},
+        {
+            "head_dim": 64,
+            "value_head_dim": 64,
+            "tile_m": 128,
+            "dout_stages": 1,
+            "overlap_dkey": False,
+            "delay_dquery": True,
+        },
+        {"tile_n": 64, "value_head_dim": 256, "dout_stages": 1, "overlap_dkey": False},
+    ],
+    ids=str,
+)
+def test_backward_kernels_allocate_what_is_counted(changes: dict[str, Any]) -> None:
+    """Of choices that no variant has; the build checks those."""
+    compiled = list(compile_variants([VariantRow(backward_config_of(**changes))]))
+    assert [done.variant.shared_memory for done in compiled] == [backward_config_of(**changes).shared_memory]
 
 
 # Rules -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,15 +110,19 @@ def test_rows_as_the_kernel_takes_them(recorder, variant: Variant, queries: int,
     assert got["key_lengths"].shape == (0,)
 
 
+@pytest.mark.parametrize("mask", ["window", "causal"])
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_sums_and_marks_start_as_zeros(recorder, variant: Variant, deterministic: bool):
+def test_sums_and_marks_start_as_zeros(recorder, variant: Variant, mask: str, deterministic: bool):
+    variant = dataclasses.replace(variant, mask=mask)
     call(variant, deterministic=deterministic, **arguments(200))
     tiles = -(-200 // variant.tile_m)
-    slots, lag = _ffi.plan_sums(variant, BATCH * KV_HEADS, HEADS // KV_HEADS, KEYS)
+    plan = _ffi.plan_sums(
+        variant, BATCH * KV_HEADS, HEADS // KV_HEADS, 200, KEYS, deterministic=deterministic
+    )
     sums, marks = recorder.operands[10:]
-    assert (sums.shape, sums.dtype) == ((slots, tiles, variant.tile_m * variant.head_dim), jnp.float32)
-    assert (marks.shape, marks.dtype) == ((slots, tiles, 2), jnp.int32)
+    assert (sums.shape, sums.dtype) == ((plan.slots, tiles, variant.tile_m * variant.head_dim), jnp.float32)
+    assert (marks.shape, marks.dtype) == ((plan.slots, 2 + tiles), jnp.int32)
     assert not sums.any()
     assert not marks.any()
     assert recorder.aliases == {10: 3, 11: 4}
@@ -127,7 +132,8 @@ def test_sums_and_marks_start_as_zeros(recorder, variant: Variant, deterministic
             aliased.shape,
             aliased.dtype,
         )
-    assert (recorder.attributes["lag"], recorder.attributes["deterministic"]) == (lag, deterministic)
+    attributes = [recorder.attributes[name] for name in ("together", "lag", "deterministic")]
+    assert attributes == [plan.together, plan.lag, deterministic]
 
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
@@ -154,90 +160,185 @@ RINGS = {
     "keys of one place": ((12, 512, 4, 64), (1, 512, 1, 64)),
     "few keys": ((8, 70_000, 8, 64), (8, 17, 4, 64)),
 }
+WINDOW_RINGS = [
+    *((69, 1, 66), (552, 1, 66), (5, 1, 2), (20, 1, 2), (1, 1, 1)),
+    *((16, 1, 1), (132, 1, 19), (48, 1, 1), (64, 1, 32)),
+]
+CAUSAL_RINGS = [
+    *((820, 409, 1), (2048, 256, 1), (14, 6, 1), (56, 6, 1), (1, 1, 1)),
+    *((16, 1, 1), (192, 32, 1), (48, 1, 1), (64, 1, 32)),
+]
 TWICE = dataclasses.replace(NARROW, min_blocks=2)
+CAUSAL = dataclasses.replace(WIDE, mask="causal")
+CAUSAL_TWICE = dataclasses.replace(TWICE, mask="causal")
+PLANNED = {
+    "128": WIDE,
+    "64": NARROW,
+    "64, two an SM": TWICE,
+    "causal": CAUSAL,
+    "causal, two an SM": CAUSAL_TWICE,
+}
 
 
-def ring_of(variant: Variant, query, key) -> tuple[int, int, int, int]:
-    """Places, sharers, slots and lag."""
+def ring_of(variant: Variant, query, key, *, deterministic: bool = False) -> tuple[int, int, _ffi.SumsPlan]:
+    """Places, sharers and the plan."""
     places = key[0] * key[2]
     sharers = query[0] * query[2] // places
-    return places, sharers, *_ffi.plan_sums(variant, places, sharers, key[1])
+    plan = _ffi.plan_sums(variant, places, sharers, query[1], key[1], deterministic=deterministic)
+    return places, sharers, plan
 
 
-@pytest.mark.parametrize("variant", [WIDE, NARROW, TWICE], ids=["128", "64", "64, two an SM"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+@pytest.mark.parametrize("variant", PLANNED.values(), ids=PLANNED.keys())
 @pytest.mark.parametrize("shapes", RINGS.values(), ids=RINGS.keys())
-def test_rings_are_small(variant: Variant, shapes):
-    """Beside the heads that run at once, with slots for three more, and none that nothing uses."""
-    places, sharers, slots, lag = ring_of(variant, *shapes)
+def test_rings_are_small(variant: Variant, shapes, deterministic: bool):
+    """For the heads that run at once and little more, and none with slots that nothing uses."""
+    places, sharers, plan = ring_of(variant, *shapes, deterministic=deterministic)
+    is_causal = variant.mask == "causal"
     at_once = math.ceil(132 * variant.min_blocks / math.ceil(shapes[1][1] / variant.tile_n))
-    assert 1 <= lag <= at_once + 1
-    assert slots <= min(places, at_once + 3) * sharers
-    # What runs at once cannot come to the sums that it finishes itself.
-    assert lag > min(at_once, places - 1)
+    between = plan.lag * plan.together
+    # What runs at once cannot come to the sums that it finishes itself. Causal heads differ in length.
+    assert min(places, at_once + is_causal) <= between < min(places, at_once + is_causal) + plan.together
+    assert plan.slots == min(places, between + plan.together + 2) * sharers
+
+
+@pytest.mark.parametrize("variant", PLANNED.values(), ids=PLANNED.keys())
+@pytest.mark.parametrize("shapes", RINGS.values(), ids=RINGS.keys())
+def test_heads_that_start_together(variant: Variant, shapes):
+    """Causal ones, as many as L2 has room for; but not where a block waits for the next of its head."""
+    places, _, plan = ring_of(variant, *shapes)
+    head_bytes = 2 * shapes[0][1] * (variant.head_dim + variant.value_head_dim)
+    if variant.mask == "causal":
+        assert plan.together == 1 or plan.together * head_bytes <= 2**24
+        assert plan.together == places or (plan.together + 1) * head_bytes > 2**24
+    else:
+        assert plan.together == 1
+    assert ring_of(variant, *shapes, deterministic=True)[2].together == 1
 
 
 def test_rings_that_are_known():
-    wide = [ring_of(WIDE, *shapes)[2:] for shapes in RINGS.values()]  # blocks of 80 keys
-    assert wide == [(69, 67), (552, 67), (5, 3), (20, 3), (1, 1), (16, 1), (132, 20), (48, 1), (64, 32)]
+    """Slots, together and lag. Blocks have 80 keys."""
+    assert [tuple(ring_of(WIDE, *shapes)[2]) for shapes in RINGS.values()] == WINDOW_RINGS
+    assert [tuple(ring_of(CAUSAL, *shapes)[2]) for shapes in RINGS.values()] == CAUSAL_RINGS
 
 
-def test_the_launcher_takes_the_rings():
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_the_launcher_takes_the_rings(deterministic: bool):
     with StubProcess() as process:
-        for name, variant in (("one", WIDE), ("two", TWICE)):
+        for name, variant in PLANNED.items():
             variant = dataclasses.replace(variant, name=name)
             process.add(variant, cubin="made up")
             for query, key in RINGS.values():
-                _, _, slots, lag = ring_of(variant, query, key)
-                process.launch(make_backward_call(variant, query, key, slots=slots, lag=lag))
+                _, _, plan = ring_of(variant, query, key, deterministic=deterministic)
+                call = make_backward_call(variant, query, key, deterministic=deterministic, **plan._asdict())
+                process.launch(call)
 
 
-def awaited(places: int, sharers: int, blocks: int, slots: int, lag: int):
+class Ring(NamedTuple):
+    """What the order and the waiting of thread blocks follow from; `blocks` are those of a place."""
+
+    places: int
+    sharers: int
+    blocks: int
+    slots: int
+    together: int
+    lag: int
+
+
+def in_order(ring: Ring, *, deterministic: bool) -> list[tuple[int, int]]:
+    """Place and block of each thread block that has keys."""
+    blocks = range(ring.blocks)
+    return [
+        (place, block)
+        for first in range(0, ring.places, ring.together)
+        for block in (reversed(blocks) if deterministic else blocks)
+        for place in range(first, min(first + ring.together, ring.places))
+    ]
+
+
+def awaited(ring: Ring, *, deterministic: bool):
     """Yields, for each thread block, its number and those of all that it waits for."""
-    for place, block in itertools.product(range(places + lag), range(blocks)):
+    order = in_order(ring, deterministic=deterministic)
+    numbers = {owner: number for number, owner in enumerate(order)}
+    first_to_finish = ring.lag * ring.together * ring.blocks
+
+    def all_of(place: int) -> set[int]:
+        return {numbers[place, block] for block in range(ring.blocks)}
+
+    for number in range(len(order) + first_to_finish):
         waits = set()
-        if place < places:
+        if number < len(order):
+            place, block = order[number]
             # Before it adds to a slot: all that finished what was in it.
-            for head in range(place * sharers, (place + 1) * sharers):
-                if head >= slots:
-                    finishing = (head - slots) // sharers + lag
-                    waits |= {finishing * blocks + other for other in range(blocks)}
-        if place >= lag:
+            for head in range(place * ring.sharers, (place + 1) * ring.sharers):
+                if head >= ring.slots:
+                    waits |= {
+                        first_to_finish + other for other in all_of((head - ring.slots) // ring.sharers)
+                    }
+            if deterministic:
+                # Before it adds to a tile: the blocks after it, as far as they add to that.
+                waits |= {numbers[place, other] for other in range(block + 1, ring.blocks)}
+        if number >= first_to_finish:
             # Before it finishes sums: all that add to them.
-            waits |= {(place - lag) * blocks + other for other in range(blocks)}
-        yield place * blocks + block, waits
+            waits |= all_of(order[number - first_to_finish][0])
+        yield number, waits
 
 
-def waits_for_lower_numbers_only(*ring: int) -> bool:
-    return all(other < number for number, waits in awaited(*ring) for other in waits)
+def waits_for_lower_numbers_only(ring: Ring, *, deterministic: bool) -> bool:
+    return all(
+        other < number for number, waits in awaited(ring, deterministic=deterministic) for other in waits
+    )
 
 
-def test_waiting_comes_to_an_end():
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_waiting_comes_to_an_end(deterministic: bool):
     """Whatever the shape: thread blocks start in order, so those of lower numbers are running or done."""
     rng = np.random.default_rng(0)
+    smaller_last_groups = 0
     for _ in range(300):
         places, sharers, keys = (int(rng.integers(1, most)) for most in (40, 7, 1500))
-        tile_n, min_blocks = int(rng.choice([64, 80, 128])), int(rng.choice([1, 2]))
-        variant = dataclasses.replace(WIDE, tile_n=tile_n, min_blocks=min_blocks)
-        slots, lag = _ffi.plan_sums(variant, places, sharers, keys)
-        ring = (places, sharers, math.ceil(keys / tile_n), slots, lag)
-        assert waits_for_lower_numbers_only(*ring), ring
+        # Long ones too, so that groups of few heads are among them.
+        queries = int(2 ** rng.uniform(0, 17))
+        variant = dataclasses.replace(
+            WIDE,
+            tile_n=int(rng.choice([64, 80, 128])),
+            min_blocks=int(rng.choice([1, 2])),
+            mask=str(rng.choice(["none", "causal"])),
+        )
+        plan = _ffi.plan_sums(variant, places, sharers, queries, keys, deterministic=deterministic)
+        ring = Ring(places, sharers, math.ceil(keys / variant.tile_n), *plan)
+        assert waits_for_lower_numbers_only(ring, deterministic=deterministic), ring
+        smaller_last_groups += plan.together < places and places % plan.together != 0
+    assert deterministic or smaller_last_groups >= 10
 
 
-def test_the_launcher_refuses_rings_that_may_never_end():
-    """All of them, and no others; but none with slots that nothing uses, nor with idle places."""
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_the_launcher_refuses_rings_that_may_never_end(deterministic: bool):
+    """All of them, and no others; but none with slots that nothing uses, nor with idle groups."""
+    blocks = 3
     with StubProcess() as process:
         process.add(WIDE, cubin="made up")
-        for places, sharers in itertools.product(range(1, 5), range(1, 4)):
+        for places, sharers in itertools.product(range(1, 6), range(1, 4)):
             heads = places * sharers
-            for slots, lag in itertools.product(range(1, heads + 1), range(places + 1)):
-                call = make_backward_call(WIDE, (1, 9, heads, 64), (1, 200, places, 64), slots=slots, lag=lag)
-                try:
-                    process.launch(call)
-                    taken = True
-                except LibraryError as error:
-                    assert re.match("(sums|lag): ", error.message), error  # noqa: PT017
-                    taken = False
-                assert taken == waits_for_lower_numbers_only(places, sharers, 3, slots, lag), call
+            for slots, together in itertools.product(range(1, heads + 1), range(1, places + 1)):
+                for lag in range(math.ceil(places / together) + 1):
+                    call = make_backward_call(
+                        WIDE,
+                        (1, 9, heads, 64),
+                        (1, WIDE.tile_n * blocks, places, 64),
+                        slots=slots,
+                        together=together,
+                        lag=lag,
+                        deterministic=deterministic,
+                    )
+                    try:
+                        process.launch(call)
+                        taken = True
+                    except LibraryError as error:
+                        assert re.match("(sums|lag): ", error.message), error  # noqa: PT017
+                        taken = False
+                    ring = Ring(places, sharers, blocks, slots, together, lag)
+                    assert taken == waits_for_lower_numbers_only(ring, deterministic=deterministic), ring
 
 
 # What a program for CUDA has. It is lowered, not run.
@@ -277,7 +378,7 @@ def test_names_types_and_attributes(lengths: bool, deterministic: bool):
     line = the_call(lower(WIDE, lengths=lengths, deterministic=deterministic))
     operands, results = types(line)
     counts = ["3xi32" if lengths else "0xi32"] * 2
-    ring = ["12x2x12288xf32", "12x2x2xi32"]
+    ring = ["12x2x12288xf32", "12x4xi32"]
     assert operands == [
         *("3x200x4x40xf16", "3x70x2x40xf16", "3x70x2x24xf16", "3x200x4x24xf16"),
         *("3x4x256xf32", "3x4x256xf32", "f32", "f32", *counts, *ring),
@@ -291,6 +392,7 @@ def test_names_types_and_attributes(lengths: bool, deterministic: bool):
         "window_right": "2 : i32",
         "kv_repeat": "1 : i64",
         "kv_inner": "1 : i64",
+        "together": "1 : i64",
         "lag": "6 : i64",
         "deterministic": str(deterministic).lower(),
     }
@@ -313,6 +415,7 @@ def test_unbounded_windows_and_shared_keys():
         f"window_right = {1 << 29} : i32",
         "kv_repeat = 3 : i64",
         "kv_inner = 2 : i64",
+        "together = 1 : i64",
         "lag = 6 : i64",
     ):
         assert attribute in line
@@ -320,11 +423,12 @@ def test_unbounded_windows_and_shared_keys():
 
 def test_layouts_are_row_major():
     rank4, rank3 = "dense<[3, 2, 1, 0]> : tensor<4xindex>", "dense<[2, 1, 0]> : tensor<3xindex>"
+    rank2 = "dense<[1, 0]> : tensor<2xindex>"
     rank1, rank0 = "dense<0> : tensor<1xindex>", "dense<> : tensor<0xindex>"
     line = the_call(lower(WIDE))
-    operands = [*[rank4] * 4, rank3, rank3, rank0, rank0, rank1, rank1, rank3, rank3]
+    operands = [*[rank4] * 4, rank3, rank3, rank0, rank0, rank1, rank1, rank3, rank2]
     assert f"operand_layouts = [{', '.join(operands)}]" in line
-    assert f"result_layouts = [{', '.join([rank4, rank4, rank4, rank3, rank3])}]" in line
+    assert f"result_layouts = [{', '.join([rank4, rank4, rank4, rank3, rank2])}]" in line
 
 
 def test_the_library_takes_a_backward_kernel():
@@ -332,5 +436,7 @@ def test_the_library_takes_a_backward_kernel():
     variant = make_backward_variant(name="made_up_backward")
     library = _ffi.load_library()
     _ffi._add_variant(library, variant, b"made up")
-    with pytest.raises(InstallationError, match=r"'made_up_backward', parameters: expected \d+; got 29"):
+    with pytest.raises(
+        InstallationError, match=r"'made_up_backward', parameter \d: expected out_map .*; got dout_map"
+    ):
         _ffi._add_variant(library, dataclasses.replace(variant, role="forward"), b"made up")

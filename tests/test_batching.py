@@ -238,6 +238,33 @@ def test_backward_kernel_call(dims, there, widths, monkeypatch):
         np.testing.assert_array_equal(got[0][..., :2, :, :], 0)
 
 
+@pytest.mark.parametrize("scale", [0.125, 0.0])
+def test_gradient_of_scale_from_sums_that_are_large(scale, monkeypatch):
+    """fp16 holds dquery, but not the sums that it is made of."""
+    monkeypatch.setattr(_ffi, "attention_backward", emulate_backward)
+    key = jnp.asarray([60, -60], jnp.float16)[None, :, None, None] * jnp.ones((1, 2, 1, 64), jnp.float16)
+    query, value, dout = jnp.full_like(key, 2**-10), key / 60, jnp.full_like(key, 32)
+    scale = jnp.full((1,), scale, jnp.float32)
+    call = functools.partial(reference.attention, spec=AttentionSpec())
+    exact = [x.astype(jnp.float32) for x in (query, key, value)]
+    (out, lse), transpose = jax.vjp(call, *exact, scale)
+    *_, want = transpose((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+    sums, *_ = jax.vjp(lambda q: call(q, *exact[1:], jnp.ones(1))[0], exact[0] * scale)[1](
+        dout.astype(jnp.float32)
+    )
+    largest = float(jnp.finfo(jnp.float16).max)
+    assert float(jnp.abs(sums).max()) > largest > 64**-0.5 * float(jnp.abs(sums).max())
+    got = _primitives._backward_kernel(
+        *(query, key, value, scale, out.astype(jnp.float16), lse, dout, jnp.zeros_like(lse)),
+        spec=AttentionSpec(),
+        lengths=(False, False),
+        of=(False, False, False, True),
+        deterministic=True,
+        variant=dataclasses.replace(VARIANT, role="backward"),
+    )
+    assert_close(got[-1].reshape(()), want.reshape(()), 2e-3 * float(jnp.abs(want).max()), name="scale")
+
+
 @pytest.mark.parametrize("outer", [3, 4], ids="outer={}".format)
 def test_operands_that_an_outer_vmap_does_not_map(outer, monkeypatch):
     """Scale and lengths differ along the inner dimension, and know nothing of the outer one.

@@ -43,8 +43,9 @@ BACKWARD = make_backward_call(
     kv_repeat=3,
     kv_inner=2,
     lengths=(False, True),
-    lag=2,
-    slots=20,
+    together=2,
+    lag=1,
+    slots=24,
     deterministic=1,
 )
 CALLS = {"forward": CALL, "backward": BACKWARD}
@@ -144,9 +145,9 @@ ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
         "INVALID_ARGUMENT: sums: expected the address of sums_zeros",
     ),
     "backward-rank": (
-        BACKWARD.change("marks", shape=(6, 4)),
+        BACKWARD.change("marks", shape=(6, 4, 2)),
         {},
-        "INVALID_ARGUMENT: marks: expected rank 3; got rank 2",
+        "INVALID_ARGUMENT: marks: expected rank 2; got rank 3",
     ),
     "backward-missing-argument": (
         BACKWARD,
@@ -156,12 +157,17 @@ ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
     "backward-missing-attribute": (
         BACKWARD,
         {"attributes": {"lag": None}},
-        "INVALID_ARGUMENT: Wrong number of attributes: expected 7 but got 6",
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 8 but got 7",
+    ),
+    "backward-together": (
+        BACKWARD,
+        {"attributes": {"together": ["int64", 5]}},
+        r"INVALID_ARGUMENT: together: expected 1\.\.4; got 5",
     ),
     "backward-lag": (
         BACKWARD,
         {"attributes": {"lag": ["int64", 5]}},
-        r"INVALID_ARGUMENT: lag: expected 1\.\.4; got 5",
+        r"INVALID_ARGUMENT: lag: expected 1\.\.2; got 5",
     ),
     "backward-int32-lag": (
         BACKWARD,

@@ -101,8 +101,9 @@ def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
             window_right=0,
             lengths=(True, True),
             deterministic=1,
-            lag=5,
-            slots=60,
+            together=4,
+            lag=2,
+            slots=109,
         ),
         "over 2^31 elements": make_backward_call(
             variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1, lag=100, slots=103
@@ -146,7 +147,8 @@ def host_call(call: Call | BackwardCall, launched: dict[str, Any]) -> HostCall:
             ("pointer", call.dquery_factor.data),
             *lengths,
             *numbers(*windows, call.query.shape[2] // call.key.shape[2], call.kv_repeat, call.kv_inner),
-            *numbers(call.sums.shape[0], call.lag, call.deterministic, launched["grid"][0]),
+            *numbers(call.sums.shape[0], call.together, call.lag, call.deterministic),
+            *numbers(launched["grid"][0]),
         ]
     else:
         section_heads, cta_tiles = (

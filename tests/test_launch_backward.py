@@ -69,6 +69,7 @@ CASES = {
     "key-lengths": ((3, 300, 4, 64), (3, 500, 2, 64), {"lengths": (False, True)}),
     "deterministic": ((3, 300, 4, 64), (3, 500, 2, 64), {"deterministic": 1}),
     "short-ring": ((3, 300, 4, 64), (3, 500, 2, 64), {"lag": 2, "slots": 6}),
+    "groups": ((5, 300, 4, 64), (5, 500, 2, 64), {"together": 3, "lag": 2, "slots": 19}),
     "everything": (
         (6, 300, 4, 40),
         (2, 500, 2, 40),
@@ -92,7 +93,8 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     query, key, fields = CASES[case]
     packed = process.pack(variant, make_backward_call(variant, query, key, **fields))
     kv_batch, keys, kv_heads, _ = key
-    assert packed["grid"] == [-(-keys // variant.tile_n) * (kv_heads * kv_batch + fields.get("lag", 1)), 1, 1]
+    more = fields.get("lag", 1) * fields.get("together", 1)
+    assert packed["grid"] == [-(-keys // variant.tile_n) * (kv_heads * kv_batch + more), 1, 1]
     assert packed["block"] == [variant.threads, 1, 1]
     assert packed["shared_memory"] == variant.shared_memory
 
@@ -163,6 +165,7 @@ def test_parameters(process: StubProcess, name: str, case: str):
         "kv_repeat": struct.pack("<i", call.kv_repeat),
         "kv_inner": struct.pack("<i", call.kv_inner),
         "slots": struct.pack("<i", fields.get("slots", batch * heads)),
+        "together": struct.pack("<i", call.together),
         "lag": struct.pack("<i", call.lag),
         "deterministic": struct.pack("<i", call.deterministic),
     }
@@ -192,10 +195,10 @@ SUMS = ("sums_zeros", "sums")
 MARKS = ("marks_zeros", "marks")
 
 
-def in_slots(slots: int, lag: int) -> BackwardCall:
+def in_slots(slots: int, lag: int, together: int = 1) -> BackwardCall:
     """`VALID`, whose keys have 4 heads, each of which 8 of the 32 heads of the query share."""
-    call = VALID.change(*SUMS, shape=(slots, 4, 64 * 128)).change(*MARKS, shape=(slots, 4, 2))
-    return dataclasses.replace(call, lag=lag)
+    call = VALID.change(*SUMS, shape=(slots, 4, 64 * 128)).change(*MARKS, shape=(slots, 6))
+    return dataclasses.replace(call, together=together, lag=lag)
 
 
 def shaped(query: tuple[int, ...], key: tuple[int, ...] | None = None, **fields: Any) -> BackwardCall:
@@ -245,10 +248,16 @@ REFUSALS = {
     },
     **{
         f"rank-{name}": (
-            VALID.change(name, shape=(1, 2)),
-            rf"{name}: expected rank \d; got rank 2",
+            VALID.change(name, shape=(2,)),
+            rf"{name}: expected rank {rank}; got rank 1",
         )
-        for name in ("dout", "lse", "delta", "dquery_factor", "dquery", "dkey", "dvalue", *SUMS, *MARKS)
+        for rank, names in (
+            (0, ("dquery_factor",)),
+            (2, MARKS),
+            (3, ("lse", "delta", *SUMS)),
+            (4, ("dout", "dquery", "dkey", "dvalue")),
+        )
+        for name in names
     },
     **{
         f"null-{name}": (
@@ -307,11 +316,11 @@ REFUSALS = {
     **{
         f"shape-{name}-{shape[0]}": (
             VALID.change(name, shape=shape),
-            rf"{name}: expected shape \(28, 4, 2\), \(slots of sums_zeros, tiles of query, 2\); got shape "
+            rf"{name}: expected shape \(28, 6\), \(slots of sums_zeros, tiles of query and 2\); got shape "
             rf"\({', '.join(map(str, shape))}\)",
         )
         for name in MARKS
-        for shape in ((28, 4, 1), (27, 4, 2))
+        for shape in ((28, 4), (27, 6))
     },
     **{
         f"alias-{name}": (
@@ -327,12 +336,37 @@ REFUSALS = {
         for lag in (-1, 0, 5, 2**40)
     },
     **{
-        f"slots-{slots}-{lag}": (
-            in_slots(slots, lag),
-            rf"sums: expected {min(8 * lag + 8, 32)}\.\.32 slots: at least 8 for each of lag \+ 1 = "
-            rf"{lag + 1} heads of key, or one for each head of query, and no more; got {slots}",
+        f"together-{together}": (
+            dataclasses.replace(VALID, together=together),
+            rf"together: expected 1\.\.4; got {together}",
         )
-        for slots, lag in ((1, 1), (15, 1), (23, 2), (31, 3), (31, 4), (33, 1))
+        for together in (-1, 0, 5, 2**40)
+    },
+    **{
+        f"lag-{lag}-of-groups-of-{together}": (
+            dataclasses.replace(VALID, together=together, lag=lag),
+            rf"lag: expected 1\.\.{groups}; got {lag}",
+        )
+        for together, groups, lag in ((2, 2, 3), (3, 2, 3), (4, 1, 2), (4, 1, 0))
+    },
+    **{
+        f"slots-{slots}-{lag}-{together}": (
+            in_slots(slots, lag, together),
+            rf"sums: expected {least}\.\.32 slots: at least {8 * together} for each of lag \+ 1 = "
+            rf"{lag + 1} groups of heads of key, or one for each head of query, and no more; got {slots}",
+        )
+        for least, slots, lag, together in (
+            (16, 1, 1, 1),
+            (16, 15, 1, 1),
+            (24, 23, 2, 1),
+            (32, 31, 3, 1),
+            (32, 31, 4, 1),
+            (16, 33, 1, 1),
+            (32, 31, 1, 2),
+            (32, 31, 1, 3),
+            (32, 31, 1, 4),
+            (32, 33, 2, 2),
+        )
     },
     "deterministic": (
         dataclasses.replace(VALID, deterministic=2),
@@ -350,8 +384,13 @@ REFUSALS = {
     ),
     "thread-blocks-with-lag": (
         shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8), lag=2051),
-        r"lag: expected key's batch times heads plus lag, times blocks of 128 rows, to be at most "
-        r"2147483647; got 2097152 plus 2051, times 1023",
+        r"lag: expected key's batch times heads plus lag times together, times blocks of 128 rows, to be "
+        r"at most 2147483647; got 2097152 plus 2051, times 1023",
+    ),
+    "thread-blocks-with-groups": (
+        shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8), together=3, lag=684),
+        r"lag: expected key's batch times heads plus lag times together, times blocks of 128 rows, to be "
+        r"at most 2147483647; got 2097152 plus 2052, times 1023",
     ),
     "map-reach": (
         shaped((1, 64, 8, 128), (1, 2**29, 8, 128)),
@@ -383,12 +422,23 @@ def test_most_thread_blocks(process: StubProcess):
     """One more place is refused, in the row "thread-blocks-with-lag" of `REFUSALS`."""
     call = shaped((2**20, 1, 2, 8), (2**20, 128 * 1023, 2, 8), lag=2050)
     assert process.pack(BF16, call)["grid"] == [(2**21 + 2050) * 1023, 1, 1]
+    call = dataclasses.replace(call, together=3, lag=683)
+    assert process.pack(BF16, call)["grid"] == [(2**21 + 2049) * 1023, 1, 1]
 
 
-@pytest.mark.parametrize(("slots", "lag"), [(16, 1), (24, 2), (25, 2), (32, 1), (32, 3), (32, 4)])
-def test_rings_that_will_do(process: StubProcess, slots: int, lag: int):
-    packed = process.pack(BF16, in_slots(slots, lag))["parameters"]
-    assert (packed["slots"], packed["lag"]) == (struct.pack("<i", slots), struct.pack("<i", lag))
+@pytest.mark.parametrize(
+    ("slots", "lag", "together"),
+    [
+        *((16, 1, 1), (24, 2, 1), (25, 2, 1), (32, 1, 1), (32, 3, 1), (32, 4, 1)),
+        *((32, 1, 2), (32, 2, 2), (32, 1, 3), (32, 2, 3), (32, 1, 4)),
+    ],
+)
+def test_rings_that_will_do(process: StubProcess, slots: int, lag: int, together: int):
+    packed = process.pack(BF16, in_slots(slots, lag, together))
+    got = [packed["parameters"][name] for name in ("slots", "together", "lag")]
+    assert got == [struct.pack("<i", number) for number in (slots, together, lag)]
+    # 4 blocks of 128 keys.
+    assert packed["grid"] == [(4 + lag * together) * 4, 1, 1]
 
 
 def test_both_passes_in_one_process(process: StubProcess):
@@ -427,8 +477,10 @@ def test_another_versions_structs_are_refused(process: StubProcess):
 
 def test_parameters_are_those_of_the_role(process: StubProcess):
     """A kernel of one role with the parameters of the other is refused, whatever it is called."""
-    for variant, role in ((BF16, 1), (FORWARD, 2)):
-        with pytest.raises(LibraryError, match=r"'other', parameters: expected \d+; got \d+"):
+    maps = ("out_map", "dout_map")
+    for variant, role, (expected, got) in ((BF16, 1, maps), (FORWARD, 2, maps[::-1])):
+        message = rf"'other', parameter \d: expected {expected} of 128 bytes; got {got} of 128 bytes"
+        with pytest.raises(LibraryError, match=message):
             process.add(variant, name="other", role=role, cubin="made up")
 
 
@@ -447,7 +499,7 @@ def test_variants_with_other_parameters_are_refused(process: StubProcess, change
         expected += "key_dims of 16 bytes"
     else:
         del listed[-1]
-        expected = "parameters: expected 29; got 28"
+        expected = "parameters: expected 30; got 29"
     with pytest.raises(LibraryError, match=f"variant 'other', {expected}"):
         process.add(BF16, name="other", parameters=listed, cubin="made up")
 

@@ -312,15 +312,17 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
     # One tile holds the 5 queries, and so few heads have a slot each.
     rows, sums = f"2x4x{variant.tile_m}xf32", f"8x1x{variant.tile_m * variant.head_dim}xf32"
     inputs = ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", "2x5x4x64xbf16", rows, rows, "f32", "f32"]
-    assert call.operands == [*inputs, *NO_LENGTHS, sums, "8x1x2xi32"]
-    assert call.results == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", sums, "8x1x2xi32"]
+    assert call.operands == [*inputs, *NO_LENGTHS, sums, "8x3xi32"]
+    assert call.results == ["2x5x4x64xbf16", "2x7x2x64xbf16", "2x7x2x64xbf16", sums, "8x3xi32"]
     assert call.attributes == {
         "variant": '"bwd_bf16_d64_causal"',
         "window_left": f"{UNBOUNDED} : i32",
         "window_right": "0 : i32",
         "kv_repeat": "1 : i64",
         "kv_inner": "1 : i64",
-        "lag": "4 : i64",
+        # In a fixed order of additions a head starts after the other.
+        "together": f"{1 if deterministic else 4} : i64",
+        "lag": f"{4 if deterministic else 1} : i64",
         "deterministic": str(deterministic).lower(),
     }
     (line,) = (line for line in text.splitlines() if BACKWARD in line)
@@ -331,7 +333,7 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("argnums", [(0,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
 def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):
-    """With 1 as the factor of dquery in place of scale; no other gradient takes it."""
+    """With a constant as the factor of dquery in place of scale; no other gradient takes it."""
 
     def function(query, key, value, scale):
         return jnp.sum(causal(query, key, value, scale=scale).astype(jnp.float32))
@@ -345,9 +347,10 @@ def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):
     given = re.findall(rf"custom_call @{re.escape(BACKWARD)}\(([^)]*)\)", text)
     (scale, factor), *second = [x.split(", ")[6:8] for x in given]
     assert factor == scale
-    for again, one in second:
+    for again, constant in second:
         assert again == scale
-        assert one != scale
+        assert constant != scale
+        assert f"{constant} = stablehlo.constant dense<1.250000e-01> : tensor<f32>" in text  # 64**-0.5
 
 
 def test_backward_of_shared_keys_and_odd_widths(backward_kernels):

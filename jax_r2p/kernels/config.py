@@ -193,7 +193,7 @@ class BackwardConfig:
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       overlap_dkey: dK of a step may run on into the next step; costs tile_m / 4 registers a thread.
       delay_dquery: dQ of a step is computed in the next one, so that no warpgroup waits for the dS of
-        another. Not where warpgroups divide columns.
+        another. Not where warpgroups divide columns, nor where one has more than 64 x 64 elements of dQ.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
     """
 
@@ -245,6 +245,11 @@ class BackwardConfig:
             )
         if self.delay_dquery and self.split_columns:
             raise ValueError("delay_dquery is not for warpgroups that divide columns")
+        if self.delay_dquery and self.tile_m * self.head_dim != self.tile_n * 64:
+            raise ValueError(
+                f"delay_dquery is for 64 x 64 elements of dQ of each warpgroup, got tile_m={self.tile_m}, "
+                f"tile_n={self.tile_n} and head_dim={self.head_dim}"
+            )
         if self.overlap_dkey and self.stages < 2:
             raise ValueError("overlap_dkey needs 2 stages: a step's query rows stay until the next has begun")
         check_registers(self)
