@@ -153,8 +153,8 @@ def _backward(
     )
     if not with_dscale:
         return results
-    # dquery is of no use here: it is rounded after it is multiplied by scale, which may be 0. Nor are sums that
-    # nothing makes smaller, which may be too large for fp16 where dquery is not.
+    # dquery is of no use here: it is rounded after it is multiplied by scale, which may be 0. Nor are sums by
+    # themselves, which may be too large for fp16 where dquery is not.
     factor = head_dim**-0.5
     by_factor, _, _ = call(dquery_factor=lax.full_like(scale, factor))
     by_factor = _unfold(by_factor, batch, head_dim).astype(scale.dtype)

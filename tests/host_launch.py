@@ -121,7 +121,7 @@ def _export(variant: str, folder: pathlib.Path) -> ctypes.CDLL:
     kernel_type: Any = {"forward": AttentionForward, "backward": AttentionBackward}[config.role]
     # What is packed does not depend on what the kernel does with it, which takes most of the time to compile.
     # Its parameters and its shared memory are declared elsewhere.
-    for role in ("produce", "consume", "add_dquery"):
+    for role in ("produce", "consume", "add_dquery", "finish"):
         if hasattr(kernel_type, role):
             setattr(kernel_type, role, lambda self, *operands: None)
     kernel = kernel_type(config)

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 import re
+import runpy
 from typing import NamedTuple
 
 import jax
@@ -339,6 +341,26 @@ def test_the_launcher_refuses_rings_that_may_never_end(deterministic: bool):
                         taken = False
                     ring = Ring(places, sharers, blocks, slots, together, lag)
                     assert taken == waits_for_lower_numbers_only(ring, deterministic=deterministic), ring
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_the_sanitizer_sees_slots_that_are_taken_again(deterministic: bool, monkeypatch):
+    """In every kernel that tools/sanitize_cases.py runs, of heads that start together or one by one."""
+    file = pathlib.Path(__file__).parents[1] / "tools" / "sanitize_cases.py"
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the file does
+    cases = runpy.run_path(str(file))
+    queries, keys, heads, places = cases["RING_SIZE"]
+    for variant in _ffi.load_manifest().variants:
+        if variant.role == "backward" and variant.head_dim in (64, 128):
+            width = variant.head_dim
+            monkeypatch.setattr(_ffi, "_TOGETHER_BYTES", cases["RING_TOGETHER"] * queries * 2 * width * 2)
+            plan = _ffi.plan_sums(
+                variant, places, heads // places, queries, keys, deterministic=deterministic
+            )
+            is_causal = variant.mask == "causal"
+            assert plan.slots < heads
+            assert plan.together == (cases["RING_TOGETHER"] if is_causal and not deterministic else 1)
+            assert plan.together == 1 or places % plan.together
 
 
 # What a program for CUDA has. It is lowered, not run.

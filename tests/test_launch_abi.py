@@ -101,9 +101,9 @@ def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
             window_right=0,
             lengths=(True, True),
             deterministic=1,
-            together=4,
+            together=5,
             lag=2,
-            slots=109,
+            slots=137,
         ),
         "over 2^31 elements": make_backward_call(
             variant, (2, 70_000, 128, head_dim), window_left=UNBOUNDED - 1, lag=100, slots=103

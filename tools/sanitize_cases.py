@@ -30,8 +30,8 @@ WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (4
 SIZES = ((389, 413, 2, 1), (210, 70, 2, 2))
 # More heads than those that run at once, so that every backward kernel takes slots of its ring of sums again.
 RING_SIZE = (70, 600, 40, 40)
-# So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would,
-# and each would have its own slot. The last ones are fewer.
+# So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would
+# do, and each would have its own slot. The last ones are fewer.
 RING_TOGETHER = 3
 MASKS = {
     "none": ({}, None, None),
