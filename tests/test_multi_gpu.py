@@ -62,20 +62,6 @@ def test_training(tmp_path, curves, ok):
 
 
 @pytest.mark.slow
-def test_training(tmp_path):
-    """On two devices the losses of one, if they share its batch."""
-    pytest.importorskip("flax")
-    out = tmp_path / "rows.jsonl"
-    done = start("--size", "tiny", "--parts", "train", "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    curve, speed = (json.loads(line) for line in out.read_text("utf-8").splitlines())
-    assert (curve["what"], curve["ok"], curve["steps"]) == ("train: loss curve", True, 3)
-    assert curve["most_apart"] < 0.01
-    assert speed["tokens_per_second"].keys() == {"1", "2"}
-    assert speed["efficiency"] > 0
-
-
-@pytest.mark.slow
 def test_every_part(tmp_path):
     out = tmp_path / "new" / "rows.jsonl"
     done = start("--size", "tiny", "--out", str(out), "--commit", "abc")
