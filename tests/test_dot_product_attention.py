@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close
+from pages import check_page
 
 import jax_r2p
 from jax_r2p import _dispatch, _ffi
@@ -500,19 +496,5 @@ def test_traced_causal_is_refused():
         jax.jit(lambda flag: ours(X, X, X, is_causal=flag))(True)
 
 
-def blocks():
-    text = (Path(__file__).resolve().parent.parent / "docs" / "drop-in.md").read_text("utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(blocks())))
-def test_code_of_the_documentation(number, tmp_path):
-    """It runs, and prints what its comments say."""
-    block = blocks()[number]
-    if "flax" in block and importlib.util.find_spec("flax") is None:
-        pytest.skip("flax is not installed")
-    script = tmp_path / "block.py"
-    script.write_text(block, "utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == re.findall(r"print\(.*\) *# (.*)$", block, re.MULTILINE)
+def test_code_of_the_documentation(tmp_path):
+    check_page("drop-in.md", tmp_path)

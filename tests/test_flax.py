@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close
+from pages import check_page
 
 import jax_r2p
 import jax_r2p.flax
@@ -244,3 +245,7 @@ def test_example():
     assert done.returncode == 0, done.stderr
     before, after = map(float, re.findall(r"\d+\.\d+", done.stdout))
     assert after < 0.5 * before
+
+
+def test_code_of_the_documentation(tmp_path):
+    check_page("flax.md", tmp_path)
