@@ -883,7 +883,7 @@ class AttentionBackward(AttentionKernel):
         columns: Int32,
         row_stride: Int64,
     ):
-        """Round a chunk of sums, 64 rows and 32 columns, into rows of dQ, and leave zeros in its place.
+        """Round a chunk of sums, 64 rows of some columns, into rows of dQ, and leave zeros in its place.
 
         A lane has eight columns of a row, which are neighbours in both. `rows`, `columns`: how many of them
         from the chunk's first on are in the array.
