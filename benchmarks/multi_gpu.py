@@ -583,19 +583,18 @@ def _launches() -> int:
 def train(run: Run) -> None:
     """The example on all devices: the curve of one with the same batch, its speed with as much for each."""
     per_device = 16 if run.on_gpu else 2
-    one = train_on(run, 1, per_device)
-    shared = train_on(run, run.count, per_device)
-    full = train_on(run, run.count, per_device * run.count)
-    (ours, speed), (theirs, _), (_, full_speed) = one, shared, full
-    if ours.keys() != theirs.keys() or not ours:
-        raise RuntimeError(f"curves with other steps: {sorted(ours)}, {sorted(theirs)}")
-    apart = max(abs(ours[step] - theirs[step]) for step in ours)
-    last = max(ours)
+    of_one, speed = train_on(run, 1, per_device)
+    of_all, _ = train_on(run, run.count, per_device)
+    _, full_speed = train_on(run, run.count, per_device * run.count)
+    if of_one.keys() != of_all.keys() or not of_one:
+        raise RuntimeError(f"curves with other steps: {sorted(of_one)}, {sorted(of_all)}")
+    apart = max(abs(of_one[step] - of_all[step]) for step in of_one)
+    last = max(of_one)
     run.record(
         "train: loss curve",
         apart <= MOST_LOSS_APART,
         most_apart=apart,
-        last_losses=[ours[last], theirs[last]],
+        last_losses=[of_one[last], of_all[last]],
         steps=last,
     )
     efficiency = full_speed / speed / run.count

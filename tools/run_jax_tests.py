@@ -2,8 +2,8 @@
 
     python tools/run_jax_tests.py JAX/tests/nn_test.py      JAX: a checkout of the installed version of JAX
 
-Needs pytest and absl-py. Tests that ask for cuDNN are skipped where there is no GPU, by JAX's file itself.
-Prints pytest's lines and exits with its status.
+Needs pytest, absl-py and scipy. Tests that ask for cuDNN are skipped where there is no GPU, by JAX's file
+itself. Prints pytest's lines and exits with its status.
 """
 
 import argparse
@@ -56,16 +56,10 @@ def main() -> int:
     plugin = Replace()
     status = pytest.main(
         [
-            *("-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(options.file.parent)),
-            *(
-                "-W",
-                "ignore::jax_r2p.FallbackWarning",
-                "-k",
-                "DotProductAttention",
-                "-rf",
-                "--tb=short",
-                str(options.file),
-            ),
+            *("-q", "-rf", "--tb=short", "-p", "no:cacheprovider"),
+            *("-c", "/dev/null", "--rootdir", str(options.file.parent)),
+            *("-W", "ignore::jax_r2p.FallbackWarning", "-k", "DotProductAttention"),
+            str(options.file),
         ],
         plugins=[plugin],
     )
