@@ -72,7 +72,7 @@ def with_tile(row: VariantRow, tile_m: int, tile_n: int, ctas: int, suffix: str,
         tile_m=tile_m,
         tile_n=tile_n,
         min_blocks=ctas,
-        ping_pong=tile_m > WARPGROUP_ROWS,
+        ping_pong=tile_m > WARPGROUP_ROWS and not row.config.own_blocks,
         **config,
     )
     return dataclasses.replace(row, config=changed, suffix=row.suffix + suffix)

@@ -227,7 +227,7 @@ def test_backward_kernel(tmp_path):
     shown = run_audit("--show", "--variant", name, cwd=tmp_path, first=tmp_path).stdout
     titles = [line for line in shown.splitlines() if line.startswith("bwd_")]
     assert titles == [
-        f"{name}, masked: 2 words of mask bits, 8 instructions turn them into predicates for 32 scores"
+        f"{name}, masked: 2 words of mask bits, 16 instructions turn them into predicates for 64 scores"
     ]
 
 

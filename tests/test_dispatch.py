@@ -71,17 +71,17 @@ def test_the_narrowest_kernel_that_fits(dtype, short, h, hv, widths, mask):
 @pytest.mark.parametrize(
     ("spec", "lengths", "wide"),
     [
-        (AttentionSpec(left=511, right=0), {}, True),
-        (AttentionSpec(left=510, right=0), {}, False),
-        (AttentionSpec(left=300, right=211), {}, True),
+        (AttentionSpec(left=767, right=0), {}, True),
+        (AttentionSpec(left=766, right=0), {}, False),
+        (AttentionSpec(left=300, right=467), {}, True),
         (AttentionSpec(left=None, right=7), {}, True),
         # No query can see more keys than there are.
-        (AttentionSpec(left=400, right=400), {"s": 511}, False),
-        (AttentionSpec(left=400, right=400), {"s": 512}, True),
+        (AttentionSpec(left=400, right=400), {"s": 767}, False),
+        (AttentionSpec(left=400, right=400), {"s": 768}, True),
     ],
 )
 def test_wide_windows_have_their_own_kernel(spec, lengths, wide):
-    """From 512 keys a row on, where there is one; other widths and masks take what they have."""
+    """From 768 keys a row on, where there is one; other widths and masks take what they have."""
     sizes = {"t": 1024, "s": 1024, **lengths}
     assert chosen(spec, h=128, **sizes) == "fwd_bf16_d128_window" + ("_wide" if wide else "")
     assert chosen(spec, h=64, **sizes) == "fwd_bf16_d64_window"

@@ -313,10 +313,10 @@ def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: 
         ("fwd_bf16_d128_none", 4096, {}, 132),
         # A tile for each is the most.
         ("fwd_bf16_d128_none", 1 << 17, {}, 1024 * 16),
-        # 64 rows and 64 keys, three at once. A tile sees 5 blocks, of 20 tiles each: not 512.
-        ("fwd_bf16_d64_window", 8192, {"window_left": 256, "window_right": 0}, 3 * 132),
-        # 1 block more than 8192 - 64 keys: 128 * 20 = 2560.
-        ("fwd_bf16_d64_window", 8192, {"window_left": 8192 - 64, "window_right": 0}, 5 * 3 * 132),
+        # 256 rows and 64 keys. A tile sees 8 blocks, of 16 tiles each: not 512.
+        ("fwd_bf16_d64_window", 8192, {"window_left": 256, "window_right": 0}, 132),
+        # All 128, as without a mask: 15 * 128 = 1920.
+        ("fwd_bf16_d64_window", 8192, {"window_left": 8192 - 64, "window_right": 0}, 3 * 132),
     ],
 )
 def test_long_work_is_for_more_thread_blocks(

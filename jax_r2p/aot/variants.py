@@ -50,6 +50,7 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         query: Literal["registers", "shared", "under out"],
         *,
         least_span: int = 0,
+        **own: Any,
     ) -> VariantRow:
         query_width, value_width = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         return VariantRow(
@@ -64,14 +65,18 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 producer_registers=producer,
                 consumer_registers=consumer,
                 # Turns need two warpgroups to take them.
-                ping_pong=tile_m > 64,
+                ping_pong=tile_m > 64 and not own,
                 query_in_registers=query == "registers",
                 out_in_query=query == "under out",
+                **own,
             ),
             suffix="_wide" if least_span else "",
             least_span=least_span,
         )
 
+    # Warpgroups compute the blocks of their own 64 rows alone, as small CTAs would, but they share loads.
+    own: dict[str, Any] = {"own_blocks": True}
+    ahead: dict[str, Any] = {**own, "query_stages": 2}
     return (
         # head dim (of query and key, and of value if it is another), mask, tile_m, tile_n, CTAs per SM,
         # registers of a producer and of a consumer thread, and where a consumer reads its query rows from:
@@ -83,15 +88,15 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row(64, "causal", 64, 64, 3, 24, 136, "registers"),
         # 2.23; with tile_n 112 2.33. One tile a CTA: 2.29; with tile_n 96 2.39; without turns 2.46.
         row(64, "causal", 192, 128, 1, 32, 160, "shared", least_span=3072),
-        # Windows (64, 0) and (256, 0): 0.164 and 0.288; 192x128, one CTA an SM, 0.262 and 0.374; four CTAs
-        # 0.169 and 0.311, and they spill. The query in shared memory: 5 and 4 % slower.
-        row(64, "window", 64, 64, 3, 24, 136, "registers"),
+        # Windows (64, 0), (256, 0) and (128, 128), over three CTAs of 64x64: 0.99, 0.97, 0.96; with 4 or 8
+        # stages 1.01, 0.98, 0.98; 192x64 0.98 to 1.0; tile_n 48, 80 or 96 1.1 to 1.2.
+        row(64, "window", 256, 64, 1, 24, 112, "under out", stages=6, **ahead),
         # Causal 1.95; 128x128 with the query in registers 2.03, in shared memory 2.17. With tile_n 128 the
         # 192 rows spill. Dense calls take the same tiles.
         row(96, "none", 192, 112, 1, 32, 160, "shared"),
         row(96, "causal", 192, 112, 1, 32, 160, "shared"),
-        # With the query in registers it spills.
-        row(96, "window", 64, 64, 3, 24, 136, "shared"),
+        # Windows (64, 0) and (256, 0), over three CTAs of 64x64: 0.91 and 1.01.
+        row(96, "window", 192, 64, 1, 32, 160, "under out", stages=4, **ahead),
         # tile_n 144 is 0 to 1 % faster at length 8192, but 13 % slower at 512, of which it computes 576 keys.
         # The query in shared memory: 1 to 2 % slower, with tile_n 160 as fast as 144 but 20 % slower at 512;
         # with it in registers 160 spill. 176 leave no room for the out tile.
@@ -101,26 +106,28 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         # The query in shared memory: 1 to 2 % slower. tile_n 112 is 3 % slower, 144 was as fast, but slower
         # at lengths 512 and 2048.
         row(128, "causal", 128, 128, 1, 24, 240, "registers", least_span=768),
-        # Windows (64, 0) and (256, 0): 0.142 and 0.230; 128x64, one CTA an SM, 0.168 and 0.277; 128x128 0.164
-        # and 0.230, and for (1024, 0) 0.50 against 0.60. A third CTA finds no room for its registers. The
-        # query in shared memory: 4 % faster (noise of a call bound by memory) and 4 % slower.
-        row(128, "window", 64, 64, 2, 24, 232, "registers"),
-        # Over 64x64: windows (64, 0) 1.04, (256, 0) 0.96 to 1.02, (1024, 0) 0.85 to 0.91.
-        row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=512),
+        # Windows (64, 0) and (256, 0), over two CTAs of 64x64: 0.95 and 0.93; with the next query rows not
+        # before the end of a tile 0.92 and 0.95; 128x64 with the query in registers 0.94 and 0.95; tile_n 48,
+        # 80 or 128 0.93 to 0.96 and 1.04 to 1.13.
+        row(128, "window", 192, 64, 1, 32, 160, "under out", stages=4, **ahead),
+        # Over 192x64: window (1024, 0) 0.97, (256, 0) 1.03 to 1.09.
+        row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=768),
         # Causal 1.71; tile_n 96 1.72; 80 with the query in registers and an out tile of its own, the most
-        # there is room for, 1.75. Windows: 48 keys let two CTAs share an SM; not timed.
+        # there is room for, 1.75. Windows (64, 0) and (256, 0), over two CTAs of 64x48: 0.90 and 0.88; tile_n
+        # 48 0.91 and 0.97; the next query rows not before the end of a tile, three stages, 0.96 and 1.01.
         row(192, "none", 128, 112, 1, 24, 240, "under out"),
         row(192, "causal", 128, 112, 1, 24, 240, "under out"),
-        row(192, "window", 64, 48, 2, 24, 232, "under out"),
+        row(192, "window", 128, 64, 1, 24, 240, "under out", **ahead),
         # Causal 1.41; the query in shared memory 1.43, tile_n 96 1.44. 128 has no room for the out tile.
+        # Windows (64, 0) and (256, 0), over two CTAs of 64x48: 0.99 and 0.86; 192x64 1.01 and 0.95.
         row((192, 128), "none", 128, 112, 1, 24, 240, "registers"),
         row((192, 128), "causal", 128, 112, 1, 24, 240, "registers"),
-        row((192, 128), "window", 64, 48, 2, 24, 232, "registers"),
+        row((192, 128), "window", 128, 64, 1, 24, 240, "registers", stages=3, **own),
         # Causal 1.88 and, at length 512, 0.218; tile_n 64 2.00 and 0.214. 80 is the most that finds room.
-        # Windows: one CTA an SM, since 64x64 is too large for two; with the query in registers it spills.
+        # Windows (64, 0) and (256, 0), over warpgroups that take turns and compute all blocks: 0.97 and 0.94.
         row(256, "none", 128, 80, 1, 24, 240, "under out"),
         row(256, "causal", 128, 80, 1, 24, 240, "under out"),
-        row(256, "window", 128, 64, 1, 24, 240, "under out"),
+        row(256, "window", 128, 64, 1, 24, 240, "under out", **own),
     )
 
 
@@ -132,15 +139,15 @@ def _backward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
             BackwardConfig(dtype=dtype, head_dim=head_dim, mask=mask, tile_m=tile_m, tile_n=tile_n, **config)
         )
 
-    small: dict[str, Any] = {"min_blocks": 2, "consumer_registers": 232, "overlap_dkey": True}
     wide: dict[str, Any] = {"dout_stages": 1, "overlap_dkey": False}
     return (
         # head dim, mask, query rows of a step, keys of a CTA
         # The times are of the whole backward pass. 64x64 with two CTAs an SM: 5.99 and 12.30 against 5.76 and
-        # 10.48; windows (256, 0) 0.92 against 1.00. dK into the next step finds no registers with 128x128.
+        # 10.48. dK into the next step finds no registers with 128x128. Window (256, 0): 0.93; 64x64 0.97 to
+        # 1.04.
         row(64, "none", 128, 128, overlap_dkey=False, delay_dquery=True),
         row(64, "causal", 128, 128, overlap_dkey=False, delay_dquery=True),
-        row(64, "window", 64, 64, **small),
+        row(64, "window", 128, 128, overlap_dkey=False, delay_dquery=True),
         # dK into the next step: 4.77 against 4.95. Scores of the next step under this one's: 5.40. 64x64 with
         # two CTAs an SM leaves too few registers, and 128x128 even more so.
         row(128, "none", 64, 128, overlap_dkey=True),

@@ -67,6 +67,17 @@ class BlockRange(NamedTuple):
     right_masked: Index
     stop: Index
 
+    def within(self, other: BlockRange) -> BlockRange:
+        """This range with what lies outside of another cut off; at least one block of it."""
+        start = minimum(maximum(self.start, other.start), other.stop - 1)
+        stop = minimum(maximum(self.stop, start + 1), other.stop)
+        return BlockRange(
+            start=start,
+            left_masked=maximum(self.left_masked, start),
+            right_masked=minimum(maximum(self.right_masked, start), stop - 1),
+            stop=stop,
+        )
+
     def loops(self, *, has_right: bool, has_left: bool) -> list[Loop]:
         """The loops over the blocks after the first, in the order in which they run.
 

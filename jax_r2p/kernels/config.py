@@ -18,7 +18,7 @@ WARPGROUP_ROWS = 64
 MAX_HEAD_DIM = 256
 """The most columns of a WGMMA, and so of an out tile."""
 
-MAX_CONSUMER_WARPGROUPS = 3
+MAX_CONSUMER_WARPGROUPS = 4
 """As many as named barriers are numbered for, and as still leave each thread enough registers."""
 
 REGISTER_FILE = 65536
@@ -99,6 +99,10 @@ class ForwardConfig:
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
       ping_pong: consumer warpgroups take turns at issuing matmuls, so that one's softmax runs under
         another's.
+      own_blocks: a warpgroup computes only the key blocks that its own rows see, and not all that its tile
+        does. Warpgroups then have blocks of different number, so they cannot take turns.
+      query_stages: tiles whose query rows are in shared memory at a time: with 2 the next ones come under
+        all of a tile, not only under its end.
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
         reading them from shared memory for each block.
       out_in_query: the out tile has no shared memory of its own, but takes the place of the query rows that
@@ -122,6 +126,8 @@ class ForwardConfig:
     producer_registers: int
     consumer_registers: int
     ping_pong: bool = True
+    own_blocks: bool = False
+    query_stages: int = 1
     query_in_registers: bool = False
     out_in_query: bool = False
     mask_lowering: MaskLowering = "r2p"
@@ -136,6 +142,10 @@ class ForwardConfig:
             width = getattr(self, name)
             if width % step or not step <= width <= MAX_HEAD_DIM:
                 raise ValueError(f"{name}={width} must be a multiple of {step} in {step}..{MAX_HEAD_DIM}")
+        if self.query_stages not in (1, 2):
+            raise ValueError(f"query_stages={self.query_stages} must be 1 or 2")
+        if self.own_blocks and self.ping_pong:
+            raise ValueError("own_blocks needs ping_pong=False: turns are for equal numbers of blocks")
         if self.out_in_query and (self.query_in_registers or self.head_dim != self.value_head_dim):
             raise ValueError(
                 f"out_in_query needs query rows that stay in shared memory and are as wide as out, got "
@@ -165,7 +175,7 @@ class ForwardConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: barriers, then query, out, key and value tiles."""
-        query, out = self.tile_m * self.head_dim, self.tile_m * self.value_head_dim
+        query, out = self.query_stages * self.tile_m * self.head_dim, self.tile_m * self.value_head_dim
         blocks = self.stages * self.tile_n * (self.head_dim + self.value_head_dim)
         return 1024 + 2 * (query + (0 if self.out_in_query else out) + blocks)
 

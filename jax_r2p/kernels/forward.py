@@ -4,7 +4,8 @@ One CTA computes `tile_m` query rows of one head. Warpgroup 0 is the producer: o
 key and value pipelines full by TMA. Each other warpgroup owns 64 query rows, with its own query tile,
 accumulators and store; only key and value blocks are shared. Blocks are visited from the last to the first,
 so that the masked ones near the diagonal come first, and each kind of block has its own loop: what no mask
-crosses pays for none.
+crosses pays for none. With `own_blocks` a warpgroup passes on those blocks of its tile of which its own rows
+see nothing: windows then need no small CTAs, each of which would load the keys of its neighbours again.
 
 Inside a warpgroup the matmul S = Q K^T of a block is in flight together with O += P V of the block before,
 and softmax runs under the latter; between warpgroups, `ping_pong` lets one issue matmuls while another does
@@ -29,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from jax_r2p.kernels import blocks, mask
 from jax_r2p.kernels.common import LOG2_E, AttentionKernel, fake_array, transposed
-from jax_r2p.kernels.config import WARPGROUP, WARPGROUP_ROWS, ForwardConfig
+from jax_r2p.kernels.config import MAX_CONSUMER_WARPGROUPS, WARPGROUP, WARPGROUP_ROWS, ForwardConfig
 
 LN_2 = math.log(2.0)
 
@@ -46,7 +47,7 @@ class Barrier:
     """Named barriers, each once per consumer warpgroup; number 0 belongs to `sync_threads`."""
 
     WARPGROUP = 1
-    TURN = 4
+    TURN = WARPGROUP + MAX_CONSUMER_WARPGROUPS
 
 
 class Arrays(NamedTuple):
@@ -124,6 +125,7 @@ class AttentionForward(AttentionKernel):
         super().__init__(config)
         self.config = config
         self.ping_pong = config.ping_pong and self.warpgroups > 1
+        self.query_slots = self.warpgroups * config.query_stages
 
     # Host side -------------------------------------------------------------------------------------------
 
@@ -163,10 +165,11 @@ class AttentionForward(AttentionKernel):
             for t in (query, key, value, out)
         )
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_layout, q_atom, q_coords = self._tma_operand(load, q, self._query_tile, self.warpgroups)
+        out_slots = self.query_slots if self.config.out_in_query else self.warpgroups
+        q_layout, q_atom, q_coords = self._tma_operand(load, q, self._query_tile, self.query_slots)
         k_layout, k_atom, k_coords = self._tma_operand(load, k, self._key_tile, self.stages)
         v_layout, v_atom, v_coords = self._tma_operand(load, v, self._value_tile, self.stages)
-        o_layout, o_atom, o_coords = self._tma_operand(save, o, self._out_tile, self.warpgroups)
+        o_layout, o_atom, o_coords = self._tma_operand(save, o, self._out_tile, out_slots)
 
         heads = q.shape[2]
         tiles = cute.ceil_div(q.shape[0], self.tile_m)
@@ -306,7 +309,7 @@ class AttentionForward(AttentionKernel):
 
         @cute.struct
         class Storage:
-            q_barriers: cute.struct.MemRange[Int64, 2 * self.warpgroups]
+            q_barriers: cute.struct.MemRange[Int64, 2 * self.query_slots]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
@@ -338,7 +341,7 @@ class AttentionForward(AttentionKernel):
             )
 
         pipelines = Pipelines(
-            query=make_pipeline(storage.q_barriers, self.warpgroups, 4, self._query_tile),
+            query=make_pipeline(storage.q_barriers, self.query_slots, 4, self._query_tile),
             key=make_pipeline(storage.k_barriers, self.stages, 4 * self.warpgroups, self._key_tile),
             value=make_pipeline(storage.v_barriers, self.stages, 4 * self.warpgroups, self._value_tile),
         )
@@ -430,16 +433,26 @@ class AttentionForward(AttentionKernel):
             window_left=schedule.window_left,
             window_right=schedule.window_right,
         )
-        visited = blocks.block_range(
-            work.first_row,
-            tile_m=self.tile_m,
+        return work, self.blocks_of(work, work.first_row, self.tile_m)
+
+    def blocks_of(self, work: Tile, first_row: Int32, rows: int) -> blocks.BlockRange:
+        """The key blocks that some query rows see."""
+        return blocks.block_range(
+            first_row,
+            tile_m=rows,
             tile_n=self.tile_n,
             query_length=work.query_length,
             key_length=work.key_length,
-            left=schedule.window_left if self.has_left else None,
+            left=work.window_left if self.has_left else None,
             right=self._right_bound(work),
         )
-        return work, visited
+
+    def own_blocks(self, visited: blocks.BlockRange, work: Tile, wg: Int32) -> blocks.BlockRange:
+        """The key blocks that a warpgroup computes of those its tile visits."""
+        if not self.config.own_blocks:
+            return visited
+        own = self.blocks_of(work, work.first_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return own.within(visited)
 
     def right_limit(self, work: Tile, row: Int32) -> Int32:
         """First key that `row` does not see on the right."""
@@ -463,7 +476,7 @@ class AttentionForward(AttentionKernel):
         stages are free, under the end of the tile before.
         """
         producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, self.warpgroups)
+        q_state = pipeline.make_pipeline_state(producer, self.query_slots)
         k_state = pipeline.make_pipeline_state(producer, self.stages)
         v_state = pipeline.make_pipeline_state(producer, self.stages)
 
@@ -528,7 +541,7 @@ class AttentionForward(AttentionKernel):
                 qk[0],
             ).get_slice(thread)
         else:
-            frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))[None, None, None, wg]
+            frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))
         frag_k = qk[0].make_fragment_B(thread_qk.partition_B(s_keys))
         frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed(s_values)))
         scores = cute.make_rmem_tensor(qk[0].partition_shape_C((WARPGROUP_ROWS, self.tile_n)), Float32)
@@ -559,21 +572,25 @@ class AttentionForward(AttentionKernel):
         first, distance, count = self.tile_places(schedule)
         for index in cutlass.range(count, unroll=1):
             work, visited = self.locate(schedule, first + index * distance)
+            own = self.own_blocks(visited, work, wg)
             row = work.first_row + wg * WARPGROUP_ROWS + row_in_group
             row_base.fill(-Float32.inf)
             row_sum.fill(0.0)
             acc.fill(0.0)
-            q_state = pipeline.PipelineState(self.warpgroups, Int32(0), wg, index % 2)
+            k_state, v_state = self.skip(pipelines, k_state, v_state, visited.stop - own.stop)
+            round_, q_stage = index // self.config.query_stages, index % self.config.query_stages
+            q_slot = q_stage * self.warpgroups + wg
+            q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
             pipelines.query.consumer_wait(q_state)
             if scale < Float32(0.0):
-                self.negate(s_rows[None, None, wg].iterator, thread)
+                self.negate(s_rows[None, None, q_slot].iterator, thread)
                 self.sync_warpgroup(wg)
             if cutlass.const_expr(self.config.query_in_registers):
-                cute.copy(load, load.partition_S(s_rows[None, None, wg]), load.retile(frag_q))
+                cute.copy(load, load.partition_S(s_rows[None, None, q_slot]), load.retile(frag_q))
 
             # The block visited first: it takes every mask, and nothing is in flight beside it.
             k_pipeline.consumer_wait(k_state)
-            self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+            self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
             warpgroup.wait_group(0)
             if cutlass.const_expr(self.config.query_in_registers):
                 # Not before: the release does not wait for the copy into registers to end, only matmuls on
@@ -583,17 +600,17 @@ class AttentionForward(AttentionKernel):
             k_pipeline.consumer_release(k_state)
             k_state.advance()
             self.apply_mask(
-                scores, work, row, (visited.stop - 1) * self.tile_n + column, right=True, left=self.has_left
+                scores, work, row, (own.stop - 1) * self.tile_n + column, right=True, left=self.has_left
             )
             self.softmax(scores, row_base, row_sum, correction, factor, rows_may_be_empty=True)
             self.round_pairs(scores, pairs)
 
-            for high, low, *bounds in visited.loops(has_right=self.has_right, has_left=self.has_left):
+            for high, low, *bounds in own.loops(has_right=self.has_right, has_left=self.has_left):
                 right, left = self.masks(*bounds)
                 for step in cutlass.range(high - low, unroll=1):
                     k_pipeline.consumer_wait(k_state)
                     self.take_turn(wg)
-                    self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+                    self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
                     v_pipeline.consumer_wait(v_state)
                     self.issue_output(pv, acc, weights, frag_v, v_state.index)
                     self.pass_turn(wg)
@@ -620,7 +637,9 @@ class AttentionForward(AttentionKernel):
             warpgroup.wait_group(0)
             v_pipeline.consumer_release(v_state)
             v_state.advance()
-            self.finish(store, acc, (row_base, row_sum), scale, arrays, work, row)
+            out_slot = q_slot if self.config.out_in_query else wg
+            self.finish(store, out_slot, acc, (row_base, row_sum), scale, arrays, work, row)
+            k_state, v_state = self.skip(pipelines, k_state, v_state, own.start - visited.start)
             if cutlass.const_expr(self.config.out_in_query):
                 # The next query rows come to where the out tile is. The store is of one lane of the
                 # warpgroup's first warp; the others have nothing to wait for, and have written their part
@@ -631,6 +650,28 @@ class AttentionForward(AttentionKernel):
 
         # Shared memory must outlive the stores that read it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def skip(self, pipelines: Pipelines, k_state: Any, v_state: Any, count: Int32) -> tuple[Any, Any]:
+        """Free the stages of `count` blocks that only other warpgroups of the tile compute.
+
+        Keys and values in turn, as they are loaded: the next key block may have to wait for the stage of
+        these values.
+        """
+        if cutlass.const_expr(self.config.own_blocks):
+            for _ in cutlass.range(count, unroll=1):
+                # Not before it is full: until then the stage is that of an earlier block.
+                pipelines.key.consumer_wait(k_state)
+                pipelines.key.consumer_release(k_state)
+                k_state.advance()
+                pipelines.value.consumer_wait(v_state)
+                pipelines.value.consumer_release(v_state)
+                v_state.advance()
+        return k_state, v_state
+
+    def query_rows(self, frag_q: Any, slot: Int32) -> Any:
+        """The query rows as operand A: registers, or those in a slot of shared memory."""
+        return frag_q if self.config.query_in_registers else frag_q[None, None, None, slot]
 
     def issue_scores(self, qk: Any, scores: Any, frag_q: Any, frag_k: Any, stage: Int32) -> None:
         """Start S = Q K^T on the key block in `stage`."""
@@ -758,6 +799,7 @@ class AttentionForward(AttentionKernel):
     def finish(
         self,
         store: tuple,
+        slot: Int32,
         acc: cute.Tensor,
         statistics: tuple,
         scale: Float32,
@@ -799,7 +841,7 @@ class AttentionForward(AttentionKernel):
 
         # What used the stage is done with it: the store of the tile before, or matmuls on the query there.
         o_atom, o_coords, s_outs = store
-        s_out = s_outs[None, None, wg]
+        s_out = s_outs[None, None, slot]
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync_warpgroup(wg)
@@ -828,7 +870,7 @@ class AttentionForward(AttentionKernel):
                 (None, None, work.head, work.batch),
                 self._out_tile,
             )
-            cute.copy(o_atom, s_view[None, wg], g_view[None, work.first_row // WARPGROUP_ROWS + wg])
+            cute.copy(o_atom, s_view[None, slot], g_view[None, work.first_row // WARPGROUP_ROWS + wg])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
