@@ -581,11 +581,16 @@ def _launches() -> int:
 
 
 def train(run: Run) -> None:
-    """The example on all devices: the curve of one with the same batch, its speed with as much for each."""
+    """The example on all devices: the curve of one with the same batch, its speed with as much for each.
+
+    All wait for the slowest in every step, so its speed alone is what each of them can have.
+    """
     per_device = 16 if run.on_gpu else 2
-    of_one, speed = train_on(run, 1, per_device)
-    of_all, _ = train_on(run, run.count, per_device)
-    _, full_speed = train_on(run, run.count, per_device * run.count)
+    every = tuple(range(run.count))
+    alone = [train_on(run, (device,), per_device) for device in every]
+    of_one, speeds = alone[0][0], [speed for _, speed in alone]
+    of_all, _ = train_on(run, every, per_device)
+    _, full_speed = train_on(run, every, per_device * run.count)
     if of_one.keys() != of_all.keys() or not of_one:
         raise RuntimeError(f"curves with other steps: {sorted(of_one)}, {sorted(of_all)}")
     apart = max(abs(of_one[step] - of_all[step]) for step in of_one)
@@ -597,29 +602,29 @@ def train(run: Run) -> None:
         last_losses=[of_one[last], of_all[last]],
         steps=last,
     )
-    efficiency = full_speed / speed / run.count
+    efficiency = full_speed / min(speeds) / run.count
     run.record(
         "train: tokens a second and device",
         efficiency >= LEAST_EFFICIENCY if run.on_gpu else None,
-        tokens_per_second={1: speed, run.count: full_speed},
+        tokens_per_second={"alone": speeds, "all": full_speed},
         efficiency=efficiency,
     )
 
 
-def train_on(run: Run, count: int, batch: int) -> tuple[dict[int, float], float]:
+def train_on(run: Run, devices: tuple[int, ...], batch: int) -> tuple[dict[int, float], float]:
     """Returns the losses of the example by step, on some of the devices, and its tokens a second."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         script = str(ROOT / "examples" / "train_gpt.py")
         command = [sys.executable, script, *run.size.train, "--batch", str(batch), "--rows", str(rows)]
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         if not run.on_gpu:
-            variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+            variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={len(devices)}"
         done = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=150
         )
         if done.returncode:
-            raise RuntimeError(f"{count} devices, exit {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"devices {devices}, exit {done.returncode}: {done.stderr[-2000:]}")
         *curve, summary = (json.loads(line) for line in rows.read_text("utf-8").splitlines())
     return {row["step"]: row["loss"] for row in curve}, summary["tokens_per_second"]
 

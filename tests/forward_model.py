@@ -1,4 +1,4 @@
-"""Runs the Python source of the forward kernel's producer and consumers, without arithmetic and without a GPU.
+"""Runs the Python source of the forward kernel's producer and consumers, without arithmetic and a GPU.
 
 Every warpgroup is a thread, of which one runs at a time (`backward_model.Warps`). Stages of shared memory
 hold the names of tiles in place of their elements; a matmul looks at which it reads. What the kernel takes
@@ -288,8 +288,10 @@ def run(config: ForwardConfig, p: Problem, *, seed: int, monkeypatch: Any) -> An
             key=Stages(warps, config.stages, model.warpgroups),
             value=Stages(warps, config.stages, model.warpgroups),
         )
-        for wg in range(-1, model.warpgroups):
-            queue.append(((cta, wg), lambda cta=cta, wg=wg, x=pipelines: role(cta, wg, x)))
+        queue += [
+            ((cta, wg), lambda cta=cta, wg=wg, pipelines=pipelines: role(cta, wg, pipelines))
+            for wg in range(-1, model.warpgroups)
+        ]
     with in_place_of_the_compiler(model, monkeypatch):
         warps.run(queue, len(queue))
     return model.computed

@@ -55,7 +55,7 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
 
 
 def within(config: ForwardConfig, p: Problem, batch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows of 64 that are there, which keys of whole blocks lie within the right and the left bound."""
+    """Which keys of whole blocks lie within the right and the left bound of 64 rows, as many as are there."""
     t, s = (
         lengths[batch] if lengths else extent
         for lengths, extent in ((p.query_lengths, p.queries), (p.key_lengths, p.keys))

@@ -45,8 +45,10 @@ def test_training(tmp_path, curves, ok):
     out = tmp_path / "rows.jsonl"
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import multi_gpu\n"
-        f"runs = {{(1, 2): ({curves[0]}, 10.0), (2, 2): ({curves[1]}, 11.0), (2, 4): ({{}}, 18.0)}}\n"
-        "multi_gpu.train_on = lambda run, count, batch: runs[count, batch]\n"
+        f"one, two, all = {curves[0]}, {curves[1]}, (0, 1)\n"
+        "runs = {(all[:1], 2): (one, 12.0), (all[1:], 2): ({}, 10.0)}\n"
+        "runs |= {(all, 2): (two, 11.0), (all, 4): ({}, 18.0)}\n"
+        "multi_gpu.train_on = lambda run, devices, batch: runs[devices, batch]\n"
         f"sys.exit(multi_gpu.main(['--size', 'tiny', '--parts', 'train', '--out', {str(out)!r}]))"
     )
     done = start("-c", code, program=())
@@ -57,7 +59,7 @@ def test_training(tmp_path, curves, ok):
         return
     curve, speed = rows
     assert (curve["ok"], curve["steps"], curve["last_losses"]) == (ok, 9, [2.0, curves[1][9]])
-    assert speed["tokens_per_second"] == {"1": 10.0, "2": 18.0}
+    assert speed["tokens_per_second"] == {"alone": [12.0, 10.0], "all": 18.0}
     assert speed["efficiency"] == 0.9
 
 

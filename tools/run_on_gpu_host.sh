@@ -73,10 +73,13 @@ sanitize() {
   [[ -n $tool ]] || { echo "compute-sanitizer is not installed"; return 1; }
   # one allocation per array, so that a step outside an array is seen
   export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
-  local kind failed=0
-  for kind in memcheck racecheck; do
-    echo "-- $kind"
-    "$tool" --tool "$kind" --error-exitcode 9 --print-limit 20 "$python" tools/sanitize_cases.py || failed=1
+  # a process for each part: the tool itself has died of many kernels in one
+  local kind part failed=0
+  for kind in memcheck initcheck racecheck; do
+    for part in lengths forward gradients; do
+      echo "-- $kind $part"
+      "$tool" --tool "$kind" --error-exitcode 9 --print-limit 20 "$python" tools/sanitize_cases.py "$part" || failed=1
+    done
   done
   return $failed
 }

@@ -1,6 +1,8 @@
 """A few small calls of every kernel, for compute-sanitizer: values and gradients are checked too, in numpy.
 
-    compute-sanitizer --tool memcheck python tools/sanitize_cases.py
+    compute-sanitizer --tool memcheck python tools/sanitize_cases.py [PART...]
+
+PART: lengths, forward or gradients; all by default.
 
 Small, since instrumented kernels run a hundred times slower; but with several tiles each way, partial ones,
 grouped heads, skipped blocks, rows that see nothing, and lengths, so that every barrier and every bound is
@@ -9,10 +11,12 @@ passed. XLA compiles nothing here but the calls themselves.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import os
 import sys
+from collections.abc import Callable
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -25,9 +29,11 @@ from jax_r2p import _ffi
 
 # (H, Hv): every variant, narrow heads, and a width that is padded.
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (100, 36))
-# (T, S, N, K): more than two tiles of 192 rows and 128 keys, partial; then T > S, so that causal rows see
-# nothing
+# (T, S, N, K): two tiles of 192 rows or more and four of 128 keys, partial; then T > S, so that causal rows
+# see nothing
 SIZES = ((389, 413, 2, 1), (210, 70, 2, 2))
+# More tiles than twice as many CTAs as fit on 132 SMs one each, so that some take a third.
+QUEUE_SIZE = (70, 70, 270, 270)
 # More heads than those that run at once, so that every backward kernel takes slots of its ring of sums again.
 RING_SIZE = (70, 600, 40, 40)
 # So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would
@@ -144,16 +150,13 @@ def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> 
     return good
 
 
-def main() -> int:
-    rng = np.random.default_rng(0)
-    failed = sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS)
-    failed += sum(
-        not check_gradients(rng, h, dtype, name) for h in (64, 128) for dtype in DTYPES for name in MASKS
-    )
+def check_forward(rng: np.random.Generator) -> int:
+    """Every forward kernel; returns how many calls give wrong results."""
+    failed = 0
     for h, hv in WIDTHS:
         for dtype, allowed in DTYPES.items():
             for name, (keywords, left, right) in MASKS.items():
-                for t, s, n, k in SIZES:
+                for t, s, n, k in SIZES if dtype == "float16" else (*SIZES, QUEUE_SIZE):
                     shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
                     arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
                     f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
@@ -166,7 +169,26 @@ def main() -> int:
                         f"error {error:.1e}",
                         flush=True,
                     )
-    return 1 if failed else 0
+    return failed
+
+
+def main() -> int:
+    parts: dict[str, Callable[[np.random.Generator], int]] = {
+        "lengths": lambda rng: sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS),
+        "forward": check_forward,
+        "gradients": lambda rng: sum(
+            not check_gradients(rng, h, dtype, name)
+            for h in (64, 128, 256)
+            for dtype in DTYPES
+            for name in MASKS
+        ),
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all by default")
+    chosen = parser.parse_args().parts or list(parts)
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"PART must be one of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
+    return 1 if sum(parts[name](np.random.default_rng(0)) for name in chosen) else 0
 
 
 if __name__ == "__main__":
