@@ -143,6 +143,24 @@ def test_a_mask_has_only_the_loops_of_its_bounds(
     assert [(loop.right, loop.left) for loop in loops] == masks
 
 
+@given(problems(largest=300), st.sampled_from([(12, 4), (12, 12), (128, 32)]))
+def test_blocks_of_a_part_of_a_tile(problem: Problem, tile: tuple[int, int]) -> None:
+    """Each of four parts has some of its tile's blocks; if it sees a key, just those it has as a tile."""
+    tile_m, tile_n = tile
+    rows = tile_m // 4
+    for first_row in range(0, problem.query_length, tile_m):
+        visited = problem.block_range(first_row, tile_m, tile_n)
+        for part_row in range(first_row, first_row + tile_m, rows):
+            alone = problem.block_range(part_row, rows, tile_n)
+            own = alone.within(visited)
+            assert visited.start <= own.start < own.stop <= visited.stop
+            assert own.start <= own.left_masked
+            assert own.start <= own.right_masked < own.stop
+            there = range(part_row, min(part_row + rows, problem.query_length))
+            if any(len(problem.keys_of(row)) for row in there):
+                assert own == alone
+
+
 @given(problems(largest=300), tiles, st.integers(0, 3))
 def test_tiles_beyond_the_queries_visit_one_block(problem: Problem, tile: tuple[int, int], more: int) -> None:
     """A sequence may be shorter than its array, and have no key or no query: one block, masked whole."""

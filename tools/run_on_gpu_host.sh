@@ -75,16 +75,25 @@ sanitize() {
   export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
   # a process for each part: the tool itself has died of many kernels in one
   local kind part failed=0
-  for kind in memcheck initcheck racecheck; do
+  for kind in memcheck racecheck; do
     for part in lengths forward gradients; do
       echo "-- $kind $part"
       "$tool" --tool "$kind" --error-exitcode 9 --print-limit 20 "$python" tools/sanitize_cases.py "$part" || failed=1
     done
   done
+  # It does not see what TMA stores: copies of such arrays to the host, and XLA's reads of them, are reported in vain.
+  for part in lengths forward gradients; do
+    echo "-- initcheck $part"
+    "$tool" --tool initcheck --check-api-memory-access no --show-backtrace no --print-limit 100000 \
+      "$python" tools/sanitize_cases.py "$part" >"$work/initcheck" 2>&1
+    grep -E '^(ok|BAD)|ERROR SUMMARY' "$work/initcheck"
+    grep -q '^ok' "$work/initcheck" || failed=1
+    if grep -A3 'Uninitialized' "$work/initcheck" | grep 'r2p_'; then failed=1; fi
+  done
   return $failed
 }
 export -f sanitize
-export python
+export python work
 
 # The plugins that the tests use and no other: whatever else the host has would warn, and warnings are errors.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
