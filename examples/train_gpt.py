@@ -318,24 +318,34 @@ def main(arguments: list[str] | None = None) -> None:
             with args.rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    steady_steps, steady_seconds, since = 0, 0.0, done
+    steady_steps, steady_seconds, since, waiting = 0, 0.0, done, None
     columns = (*rich.progress.Progress.get_default_columns(), "loss {task.fields[loss]:.3f}")
     with rich.progress.Progress(*columns) as bar:
         task = bar.add_task("training", total=size.steps, loss=float("nan"))
-        for step in range(done + 1, size.steps + 1):
-            state, loss = step_function(state, batch(step))
-            ends = step in (done + 1, size.steps)
-            saves = manager is not None and (step % args.save_every == 0 or step == size.steps)
-            if not (ends or saves or step % max(1, size.steps // 50) == 0):
-                continue  # without waiting for the step
-            record({"step": step, "loss": float(loss)})
+
+        def settle(step: int, loss: Array) -> None:
+            nonlocal steady_steps, steady_seconds, start, since
+            record({"step": step, "loss": float(loss)})  # waits for the step
+            now = time.perf_counter()
             if step > done + 1:  # the first step also loads the program
                 steady_steps += step - since
-                steady_seconds += time.perf_counter() - start
-            if saves:
-                save(manager, step, size, state)
+                steady_seconds += now - start
             bar.update(task, completed=step, loss=rows[-1]["loss"])
-            start, since = time.perf_counter(), step
+            start, since = now, step
+
+        for step in range(done + 1, size.steps + 1):
+            state, loss = step_function(state, batch(step))
+            if waiting:  # with this step under way, so that devices do not wait for the host
+                settle(*waiting)
+            ends = step in (done + 1, size.steps)
+            waiting = (step, loss) if ends or step % max(1, size.steps // 50) == 0 else None
+            if manager is not None and (step % args.save_every == 0 or step == size.steps):
+                settle(step, loss)
+                waiting = None
+                save(manager, step, size, state)
+                start = time.perf_counter()
+        if waiting:
+            settle(*waiting)
     if manager is not None:
         manager.close()  # waits for what is still being written
 
