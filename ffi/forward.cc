@@ -19,11 +19,10 @@ constexpr int64_t kElementSize = 2;  // bytes of a bf16 or fp16 element
 constexpr int64_t kL2Budget = int64_t{16} << 20;  // bytes
 constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a divisor; L2 does not care beyond
 
-// A causal thread block takes this many tiles, so that its start and end are hidden three times out of four.
-// The last ones take a single tile each, as many as keep every SM busy this many times over: tiles differ in
-// length, and these even out what the others left.
-constexpr int64_t kCausalTiles = 4;
-constexpr int64_t kSingleRounds = 4;
+// Causal tiles of whole sections are dealt out in pairs that are equally long to as many thread blocks as fit
+// on the GPU, each of which stays for all of its pairs. The last sections, with tiles enough to keep every SM
+// busy this many times over, have a thread block for each tile: they even out what the others left.
+constexpr int64_t kSingleRounds = 2;
 
 // Key blocks that a thread block of other masks should come to, half a millisecond of work, beside which its
 // start is short. Where there is more work for each than that, there are more thread blocks than fit at once:
@@ -49,7 +48,7 @@ struct Parameters {
   void* key_lengths;
   int32_t window_left;
   int32_t window_right;
-  int32_t cta_tiles;
+  int32_t paired_tiles;
   FastDivmod section_tiles;
   int32_t section_tiles_size;
   FastDivmod section_heads;
@@ -84,7 +83,7 @@ Status CheckRequest(const ForwardRequest& request, const Variant& variant, Probl
 struct Schedule {
   int64_t section_heads;  // heads whose tiles are neighbours in the order of work
   int64_t section_tiles;  // tiles of a section
-  int64_t cta_tiles;      // tiles of a causal thread block, except the last ones
+  int64_t paired_tiles;   // tiles of a causal kernel that are dealt out in pairs
   int64_t ctas;           // thread blocks
 };
 
@@ -103,11 +102,13 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   const int64_t tiles = problem.head_tiles * problem.batch * problem.heads;
   const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
 
-  Schedule schedule = {section_groups * group, section_groups * group * problem.head_tiles, kCausalTiles, 0};
+  Schedule schedule = {section_groups * group, section_groups * group * problem.head_tiles, 0, 0};
   if (variant.is_causal) {
-    const int64_t singles = std::max(schedule.section_tiles, kSingleRounds * resident);
-    const int64_t several = std::max<int64_t>(tiles - singles, 0) / kCausalTiles;
-    schedule.ctas = several + tiles - several * kCausalTiles;
+    const int64_t sections = std::max<int64_t>(tiles - kSingleRounds * resident, 0) / schedule.section_tiles;
+    if (schedule.section_tiles % 2 == 0 && sections * schedule.section_tiles / 2 >= resident) {
+      schedule.paired_tiles = sections * schedule.section_tiles;
+    }
+    schedule.ctas = (schedule.paired_tiles > 0 ? resident : 0) + tiles - schedule.paired_tiles;
   } else {
     const int64_t visible = int64_t{WindowLeft(call, problem)} + WindowRight(call, problem) + variant.tile_m;
     const int64_t key_blocks = (std::min(visible, problem.keys) - 1) / variant.tile_n + 1;
@@ -141,7 +142,7 @@ Status Pack(const Driver& driver, const ForwardRequest& request, const Variant& 
   parameters->key_lengths = DataOrNull(call.key_lengths);
   parameters->window_left = WindowLeft(call, problem);
   parameters->window_right = WindowRight(call, problem);
-  parameters->cta_tiles = Narrow(schedule.cta_tiles);
+  parameters->paired_tiles = Narrow(schedule.paired_tiles);
   parameters->section_tiles_size = Narrow(schedule.section_tiles);
   parameters->section_heads_size = Narrow(schedule.section_heads);
   parameters->heads_size = Narrow(problem.heads);

@@ -88,7 +88,7 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call of the kernel. `ctas` and `cta_tiles` as the launcher chooses them."""
+    """A call of the kernel. `ctas` and `paired_tiles` as the launcher chooses them."""
 
     batch: int
     queries: int
@@ -99,7 +99,7 @@ class Problem:
     query_lengths: tuple[int, ...] = ()
     key_lengths: tuple[int, ...] = ()
     ctas: int
-    cta_tiles: int = 1
+    paired_tiles: int = 0
 
 
 class Model(forward.AttentionForward):
@@ -263,7 +263,7 @@ def run(config: ForwardConfig, p: Problem, *, seed: int, monkeypatch: Any) -> An
         value_shape=(p.keys, config.value_head_dim, p.heads, p.batch),
         window_left=p.left,
         window_right=p.right,
-        cta_tiles=p.cta_tiles,
+        paired_tiles=p.paired_tiles,
         section_tiles=Divisor(p.heads * tiles),
         section_heads=Divisor(p.heads),
         heads=Divisor(p.heads),

@@ -111,17 +111,20 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
     batch, rows, heads, _ = query
     tiles = -(-rows // variant.tile_m) * batch * heads
     parameters = packed["parameters"]
-    section_tiles, section_heads, cta_tiles = (
-        number(parameters[name]) for name in ("section_tiles_size", "section_heads_size", "cta_tiles")
+    section_tiles, section_heads, paired_tiles = (
+        number(parameters[name]) for name in ("section_tiles_size", "section_heads_size", "paired_tiles")
     )
     assert section_tiles == section_heads * -(-rows // variant.tile_m)
     assert batch * heads % section_heads == 0
-    assert cta_tiles == 4
     if variant.mask == "causal":
-        # The last tiles go to a thread block each: a section's, or four for each of 132 multiprocessors.
-        several = max(tiles - max(section_tiles, 4 * 132 * variant.min_blocks), 0) // 4
-        assert packed["grid"] == [several + tiles - 4 * several, 1, 1]
+        # Whole sections in pairs, for as many thread blocks as 132 multiprocessors hold; the rest alone.
+        resident = 132 * variant.min_blocks
+        assert paired_tiles % (2 * section_tiles if section_tiles % 2 else section_tiles) == 0
+        assert paired_tiles <= max(tiles - 2 * resident, 0)
+        assert paired_tiles == 0 or paired_tiles >= 2 * resident
+        assert packed["grid"] == [(resident if paired_tiles else 0) + tiles - paired_tiles, 1, 1]
     else:
+        assert paired_tiles == 0
         # As many thread blocks as the stub's 132 multiprocessors hold, and more for many keys.
         (grid, _, _), fit = packed["grid"], min(tiles, 132 * variant.min_blocks)
         assert grid == fit if key[1] < 2**20 else fit <= grid <= tiles
@@ -188,8 +191,8 @@ def test_parameters(process: StubProcess, name: str, case: str):
         },
         "window_left": struct.pack("<i", min(call.window_left, keys)),
         "window_right": struct.pack("<i", min(call.window_right, rows)),
-        # `test_sections` and `test_causal_tiles_of_a_thread_block` have the values of these.
-        **{name: parameters[name] for name in ("cta_tiles", "section_tiles_size", "section_heads_size")},
+        # `test_sections` and `test_causal_thread_blocks` have the values of these.
+        **{name: parameters[name] for name in ("paired_tiles", "section_tiles_size", "section_heads_size")},
         "heads_size": struct.pack("<i", heads),
         "group_size": struct.pack("<i", heads // kv_heads),
         "kv_outer_size": struct.pack("<i", repeat * inner),
@@ -291,10 +294,13 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
-        # 128 rows a tile. 4096 tiles: the last 528 or more alone, 892 times four before them.
-        ((4, 8192, 16, 128), (4, 8192, 16, 128), 892 + 528),
+        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 264 or more alone, which is 2 sections.
+        ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 512),
         # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
-        ((4, 8192, 32, 128), (4, 8192, 4, 128), 6144 // 4 + 2048),
+        ((4, 8192, 32, 128), (4, 8192, 4, 128), 132 + 2048),
+        # No more than a section, and sections of an odd number of tiles.
+        ((1, 8192, 4, 128), (1, 8192, 4, 128), 256),
+        ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 64 * 65 * 3),
         ((2, 512, 16, 128), (2, 512, 16, 128), 128),
         ((1, 531 * 128, 1, 128), (1, 64, 1, 128), 531),
         ((1, 532 * 128, 1, 128), (1, 64, 1, 128), 532),

@@ -151,16 +151,16 @@ def host_call(call: Call | BackwardCall, launched: dict[str, Any]) -> HostCall:
             *numbers(launched["grid"][0]),
         ]
     else:
-        section_heads, cta_tiles = (
+        section_heads, paired_tiles = (
             int.from_bytes(launched["parameters"][name], "little")
-            for name in ("section_heads_size", "cta_tiles")
+            for name in ("section_heads_size", "paired_tiles")
         )
         arguments = [
             *(array(x) for x in (call.query, call.key, call.value, call.out, call.lse)),
             scale,
             *lengths,
             *numbers(*windows, section_heads, call.kv_repeat * call.kv_inner, call.kv_inner),
-            *numbers(launched["grid"][0], cta_tiles),
+            *numbers(launched["grid"][0], paired_tiles),
         ]
     return HostCall(arguments=arguments, stream=call.stream)
 

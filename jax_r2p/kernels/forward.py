@@ -84,7 +84,7 @@ class Schedule(NamedTuple):
     value_shape: Any
     window_left: Any
     window_right: Any
-    cta_tiles: Any
+    paired_tiles: Any
     section_tiles: Any
     section_heads: Any
     heads: Any
@@ -146,7 +146,7 @@ class AttentionForward(AttentionKernel):
         kv_outer: Int32,
         kv_inner: Int32,
         ctas: Int32,
-        cta_tiles: Int32,
+        paired_tiles: Int32,
         stream: CUstream,
     ):
         """Encode the tensor maps and launch; the shipped launcher (ffi/) does the same in C++.
@@ -156,7 +156,7 @@ class AttentionForward(AttentionKernel):
         row); scale: one float32. query_lengths, key_lengths: addresses of an int32 for each batch of the
         query, or 0: see `Lengths`. Batch b of the query uses batch b // kv_outer * kv_inner + b % kv_inner of
         key and value. section_heads: heads whose tiles run next to each other, so that their keys and values
-        stay in L2; a divisor of their number. ctas, cta_tiles: see `tile_places`.
+        stay in L2; a divisor of their number. ctas, paired_tiles: see `tile_places`.
         """
         # (batch, length, heads, head_dim) -> (length, head_dim, heads, batch)
         by_length = [1, 3, 2, 0]
@@ -192,7 +192,7 @@ class AttentionForward(AttentionKernel):
             key_lengths,
             window_left,
             window_right,
-            cta_tiles,
+            paired_tiles,
             divide(section_heads * tiles),
             divide(section_heads),
             divide(heads),
@@ -291,7 +291,7 @@ class AttentionForward(AttentionKernel):
         key_lengths: Int64,
         window_left: Int32,
         window_right: Int32,
-        cta_tiles: Int32,
+        paired_tiles: Int32,
         section_tiles: cute.FastDivmodDivisorV2,
         section_heads: cute.FastDivmodDivisorV2,
         heads: cute.FastDivmodDivisorV2,
@@ -355,7 +355,7 @@ class AttentionForward(AttentionKernel):
             value_shape=v_coords.shape,
             window_left=window_left,
             window_right=window_right,
-            cta_tiles=cta_tiles,
+            paired_tiles=paired_tiles,
             section_tiles=section_tiles,
             section_heads=section_heads,
             heads=heads,
@@ -385,22 +385,41 @@ class AttentionForward(AttentionKernel):
 
     # Schedule --------------------------------------------------------------------------------------------
 
-    def tile_places(self, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
-        """This CTA's tiles as places in the order of `locate`: the first, the distance to the next, how many.
+    def tile_count(self, schedule: Schedule) -> Int32:
+        """How many tiles this CTA has; `tile_place` says which.
 
         Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU, or, where there is much
-        work, to some times as many. Causal ones are not equal: there the first CTAs take `cta_tiles` in a row
-        each, the last ones a single tile, and the GPU starts the next CTA where one has ended. How many take
-        several follows from the number of CTAs.
+        work, to some times as many. Causal ones are not equal, but a section's first and its last are
+        together as long as its second and its last but one: the first `paired_tiles` are dealt out in such
+        pairs to as many CTAs as fit. Each of the others has a CTA of its own, which the GPU starts where one
+        has ended.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         query_rows, _, heads, batch = schedule.query_shape
         total = cute.ceil_div(query_rows, self.tile_m) * heads * batch
         if self.config.mask == "causal":
-            several = (total - ctas) // blocks.maximum(schedule.cta_tiles - 1, 1)
-            first = cta + blocks.minimum(cta, several) * (schedule.cta_tiles - 1)
-            return first, Int32(1), cutlass.select_(cta < several, schedule.cta_tiles, Int32(1))
-        return cta, ctas, (total - cta + ctas - 1) // ctas
+            pairing = self._pairing_ctas(schedule, total)
+            rounds = (schedule.paired_tiles // 2 - cta + pairing - 1) // blocks.maximum(pairing, 1)
+            return cutlass.select_(cta < pairing, 2 * rounds, Int32(1))
+        return (total - cta + ctas - 1) // ctas
+
+    def tile_place(self, schedule: Schedule, index: Int32) -> Int32:
+        """The place of this CTA's tile number `index` in the order of `locate`."""
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if self.config.mask != "causal":
+            return cta + index * ctas
+        query_rows, _, heads, batch = schedule.query_shape
+        total = cute.ceil_div(query_rows, self.tile_m) * heads * batch
+        pairing = self._pairing_ctas(schedule, total)
+        # A section has an even number of tiles wherever there are pairs.
+        section, twice = divmod(2 * (cta + index // 2 * pairing), schedule.section_tiles)
+        size = schedule.section_tiles.divisor
+        place = section * size + cutlass.select_(index % 2 == 0, twice // 2, size - 1 - twice // 2)
+        return cutlass.select_(cta < pairing, place, schedule.paired_tiles + cta - pairing)
+
+    def _pairing_ctas(self, schedule: Schedule, total: Int32) -> Int32:
+        """How many CTAs have pairs: all but one for each tile that is in none."""
+        return cute.arch.grid_dim()[0] - (total - schedule.paired_tiles)
 
     def locate(self, schedule: Schedule, place: Int32) -> tuple[Tile, blocks.BlockRange]:
         """The tile at a place of the order of work, and the key blocks it visits.
@@ -480,9 +499,8 @@ class AttentionForward(AttentionKernel):
         k_state = pipeline.make_pipeline_state(producer, self.stages)
         v_state = pipeline.make_pipeline_state(producer, self.stages)
 
-        first, distance, count = self.tile_places(schedule)
-        for index in cutlass.range(count, unroll=1):
-            work, visited = self.locate(schedule, first + index * distance)
+        for index in cutlass.range(self.tile_count(schedule), unroll=1):
+            work, visited = self.locate(schedule, self.tile_place(schedule, index))
             kv = (None, None, work.kv_head, work.kv_batch)
             queries = self._tma_tiles(query, (None, None, work.head, work.batch), self._query_tile)
             keys = self._tma_tiles(key, kv, self._key_tile)
@@ -569,9 +587,8 @@ class AttentionForward(AttentionKernel):
             # The first warpgroup needs a turn to begin with; it comes from the last.
             self.pass_turn(wg)
 
-        first, distance, count = self.tile_places(schedule)
-        for index in cutlass.range(count, unroll=1):
-            work, visited = self.locate(schedule, first + index * distance)
+        for index in cutlass.range(self.tile_count(schedule), unroll=1):
+            work, visited = self.locate(schedule, self.tile_place(schedule, index))
             own = self.own_blocks(visited, work, wg)
             row = work.first_row + wg * WARPGROUP_ROWS + row_in_group
             row_base.fill(-Float32.inf)
