@@ -72,6 +72,8 @@ class Stages:
 
     def consumer_release(self, state: State) -> None:
         self.warps.pause()
+        if self.warps.own.none_left and not self.is_held(state.index):
+            return  # nobody waits any more
         seen = self.seen.pop((self.warps.own.name, state.index), None)
         assert seen == self.fills[state.index], "released without having been waited for"
         self.releases[state.index] += 1
@@ -132,12 +134,23 @@ class Model(forward.AttentionForward):
 
     # What computes: only what it reads and where is of interest.
 
+    def begin_scores(self, matmul: Any, s_rows: Any, pipelines: Any, *arguments: Any) -> Any:
+        _, index, count, _ = arguments
+        self.own.none_left = index >= count
+        self.own.early_slot = index % self.config.query_stages * self.warpgroups + self.own.wg
+        begin = forward.AttentionForward.begin_scores.__wrapped__
+        return begin(self, matmul, s_rows, pipelines, *arguments)
+
     def query_rows(self, frag_q: Any, slot: int) -> int:
         return slot
 
     def issue_scores(self, qk: Any, scores: Any, slot: int, frag_k: Any, stage: int) -> None:
         del qk, scores, frag_k
+        if self.own.none_left:
+            return
         queries = self.own.pipelines.query
+        if not isinstance(slot, int):
+            slot = self.own.early_slot
         if queries.is_held(slot) or not self.config.query_in_registers:
             self.own.query = queries.read(slot)
         self.own.scores = (self.own.query, self.own.pipelines.key.read(stage))
@@ -275,6 +288,7 @@ def run(config: ForwardConfig, p: Problem, *, seed: int, monkeypatch: Any) -> An
     def role(cta: int, wg: int, pipelines: forward.Pipelines) -> None:
         own = model.own
         own.cta, own.ctas, own.wg, own.pipelines, own.pending = cta, p.ctas, wg, pipelines, []
+        own.none_left = False
         if wg < 0:
             model.produce("query", "key", "value", pipelines, schedule)
         else:

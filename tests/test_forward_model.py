@@ -108,6 +108,16 @@ def test_blocks_of_every_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(CONFIGS[name], problem(CONFIGS[name], rng), monkeypatch, seed)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config.query_in_registers and not config.own_blocks]
+)
+def test_early_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(sum(name.encode()))
+    config = dataclasses.replace(CONFIGS[name], early_scores=True)
+    for seed in range(15):
+        check(config, problem(config, rng), monkeypatch, seed)
+
+
 @pytest.mark.parametrize("window", [(1, 0), (64, 0), (300, 0), (128, 128)])
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.own_blocks])
 def test_few_stages_hold_up_no_warpgroup(name: str, window, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -587,7 +587,16 @@ class AttentionForward(AttentionKernel):
             # The first warpgroup needs a turn to begin with; it comes from the last.
             self.pass_turn(wg)
 
-        for index in cutlass.range(self.tile_count(schedule), unroll=1):
+        count = self.tile_count(schedule)
+        if cutlass.const_expr(self.config.early_scores):
+            first_q_state = self.begin_scores(
+                (qk, scores, load, frag_q, frag_k), s_rows, pipelines, k_state, Int32(0), count, scale
+            )
+            warpgroup.wait_group(0)
+            pipelines.query.consumer_release(first_q_state)
+            k_pipeline.consumer_release(k_state)
+            k_state.advance()
+        for index in cutlass.range(count, unroll=1):
             work, visited = self.locate(schedule, self.tile_place(schedule, index))
             own = self.own_blocks(visited, work, wg)
             row = work.first_row + wg * WARPGROUP_ROWS + row_in_group
@@ -597,25 +606,26 @@ class AttentionForward(AttentionKernel):
             k_state, v_state = self.skip(pipelines, k_state, v_state, visited.stop - own.stop)
             round_, q_stage = index // self.config.query_stages, index % self.config.query_stages
             q_slot = q_stage * self.warpgroups + wg
-            q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
-            pipelines.query.consumer_wait(q_state)
-            if scale < Float32(0.0):
-                self.negate(s_rows[None, None, q_slot].iterator, thread)
-                self.sync_warpgroup(wg)
-            if cutlass.const_expr(self.config.query_in_registers):
-                cute.copy(load, load.partition_S(s_rows[None, None, q_slot]), load.retile(frag_q))
+            if cutlass.const_expr(not self.config.early_scores):
+                q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
+                pipelines.query.consumer_wait(q_state)
+                if scale < Float32(0.0):
+                    self.negate(s_rows[None, None, q_slot].iterator, thread)
+                    self.sync_warpgroup(wg)
+                if cutlass.const_expr(self.config.query_in_registers):
+                    cute.copy(load, load.partition_S(s_rows[None, None, q_slot]), load.retile(frag_q))
 
-            # The block visited first: it takes every mask, and nothing is in flight beside it.
-            k_pipeline.consumer_wait(k_state)
-            self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(self.config.query_in_registers):
-                # Not before: the release does not wait for the copy into registers to end, only matmuls on
-                # them do. Rows that lie beyond the array are zeros that TMA need not fetch; they came fast
-                # enough to be read in place of the last columns.
-                pipelines.query.consumer_release(q_state)
-            k_pipeline.consumer_release(k_state)
-            k_state.advance()
+                # The block visited first: it takes every mask, and nothing is in flight beside it.
+                k_pipeline.consumer_wait(k_state)
+                self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(self.config.query_in_registers):
+                    # Not before: the release does not wait for the copy into registers to end, only matmuls
+                    # on them do. Rows that lie beyond the array are zeros that TMA need not fetch; they came
+                    # fast enough to be read in place of the last columns.
+                    pipelines.query.consumer_release(q_state)
+                k_pipeline.consumer_release(k_state)
+                k_state.advance()
             self.apply_mask(
                 scores, work, row, (own.stop - 1) * self.tile_n + column, right=True, left=self.has_left
             )
@@ -651,11 +661,23 @@ class AttentionForward(AttentionKernel):
                 pipelines.query.consumer_release(q_state)
             v_pipeline.consumer_wait(v_state)
             self.issue_output(pv, acc, weights, frag_v, v_state.index)
-            warpgroup.wait_group(0)
+            if cutlass.const_expr(self.config.early_scores):
+                next_q_state = self.begin_scores(
+                    (qk, scores, load, frag_q, frag_k), s_rows, pipelines, k_state, index + 1, count, scale
+                )
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
             v_pipeline.consumer_release(v_state)
             v_state.advance()
             out_slot = q_slot if self.config.out_in_query else wg
             self.finish(store, out_slot, acc, (row_base, row_sum), scale, arrays, work, row)
+            if cutlass.const_expr(self.config.early_scores):
+                warpgroup.wait_group(0)
+                # After the last tile these free what nobody waits for.
+                pipelines.query.consumer_release(next_q_state)
+                k_pipeline.consumer_release(k_state)
+                k_state.advance()
             k_state, v_state = self.skip(pipelines, k_state, v_state, own.start - visited.start)
             if cutlass.const_expr(self.config.out_in_query):
                 # The next query rows come to where the out tile is. The store is of one lane of the
@@ -685,6 +707,39 @@ class AttentionForward(AttentionKernel):
                 pipelines.value.consumer_release(v_state)
                 v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def begin_scores(
+        self,
+        matmul: tuple,
+        s_rows: cute.Tensor,
+        pipelines: Pipelines,
+        k_state: Any,
+        index: Int32,
+        count: Int32,
+        scale: Float32,
+    ) -> Any:
+        """Start the first scores of this CTA's tile number `index`, with its query rows in registers.
+
+        There may be none left: then the matmul has whatever shared memory holds, and nobody takes its
+        result. A branch around it would cost registers.
+        """
+        qk, scores, load, frag_q, frag_k = matmul
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        slot = index % self.config.query_stages * self.warpgroups + wg
+        q_state = pipeline.PipelineState(
+            self.query_slots, Int32(0), slot, index // self.config.query_stages % 2
+        )
+        if index < count:
+            pipelines.query.consumer_wait(q_state)
+            pipelines.key.consumer_wait(k_state)
+        if scale < Float32(0.0):
+            self.negate(s_rows[None, None, slot].iterator, thread)
+            self.sync_warpgroup(wg)
+        cute.copy(load, load.partition_S(s_rows[None, None, slot]), load.retile(frag_q))
+        self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+        return q_state
 
     def query_rows(self, frag_q: Any, slot: Int32) -> Any:
         """The query rows as operand A: registers, or those in a slot of shared memory."""
