@@ -19,13 +19,12 @@ constexpr int64_t kElementSize = 2;  // bytes of a bf16 or fp16 element
 constexpr int64_t kL2Budget = int64_t{16} << 20;  // bytes
 constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a divisor; L2 does not care beyond
 
-// Causal tiles of whole sections are dealt out in pairs that are equally long to as many thread blocks as fit
-// on the GPU, each of which stays for all of its pairs. The last sections, with tiles enough to keep every SM
-// busy this many times over, have a thread block for each tile: they even out what the others left.
+// Causal tiles of whole sections are dealt out in pairs that are equally long. The last sections, with tiles
+// enough to keep every SM busy this many times over, have a thread block for each tile: they even out what the
+// others left.
 constexpr int64_t kSingleRounds = 2;
 
-// Key blocks that a thread block of other masks should come to, half a millisecond of work, beside which its
-// start is short. Where there is more work for each than that, there are more thread blocks than fit at once:
+// Key blocks that a thread block should come to, half a millisecond of work, beside which its start is short. Where there is more work for each than that, there are more thread blocks than fit at once:
 // one that must wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
 constexpr int64_t kCtaKeyBlocks = 512;
 
@@ -103,17 +102,21 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
 
   Schedule schedule = {section_groups * group, section_groups * group * problem.head_tiles, 0, 0};
+  const auto rounds = [&](int64_t count, int64_t keys) {  // of resident thread blocks, for tiles of these keys
+    return std::max<int64_t>(count / resident * ((keys - 1) / variant.tile_n + 1) / kCtaKeyBlocks, 1);
+  };
   if (variant.is_causal) {
     const int64_t sections = std::max<int64_t>(tiles - kSingleRounds * resident, 0) / schedule.section_tiles;
-    if (schedule.section_tiles % 2 == 0 && sections * schedule.section_tiles / 2 >= resident) {
-      schedule.paired_tiles = sections * schedule.section_tiles;
+    const int64_t pairs = sections * schedule.section_tiles / 2;
+    schedule.ctas = tiles;
+    if (schedule.section_tiles % 2 == 0 && pairs >= resident) {
+      const int64_t keys = std::max<int64_t>(problem.keys - problem.queries / 2, 1);  // of a tile on average
+      schedule.paired_tiles = 2 * pairs;
+      schedule.ctas = std::min(pairs, rounds(2 * pairs, keys) * resident) + tiles - 2 * pairs;
     }
-    schedule.ctas = (schedule.paired_tiles > 0 ? resident : 0) + tiles - schedule.paired_tiles;
   } else {
     const int64_t visible = int64_t{WindowLeft(call, problem)} + WindowRight(call, problem) + variant.tile_m;
-    const int64_t key_blocks = (std::min(visible, problem.keys) - 1) / variant.tile_n + 1;
-    const int64_t rounds = std::max<int64_t>(tiles / resident * key_blocks / kCtaKeyBlocks, 1);
-    schedule.ctas = std::min(tiles, rounds * resident);
+    schedule.ctas = std::min(tiles, rounds(tiles, std::min(visible, problem.keys)) * resident);
   }
   return schedule;
 }

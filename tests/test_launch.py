@@ -122,7 +122,9 @@ def test_launch_configuration(process: StubProcess, name: str, case: str):
         assert paired_tiles % (2 * section_tiles if section_tiles % 2 else section_tiles) == 0
         assert paired_tiles <= max(tiles - 2 * resident, 0)
         assert paired_tiles == 0 or paired_tiles >= 2 * resident
-        assert packed["grid"] == [(resident if paired_tiles else 0) + tiles - paired_tiles, 1, 1]
+        pairing = packed["grid"][0] - (tiles - paired_tiles)
+        assert pairing % resident == 0 or pairing == paired_tiles // 2
+        assert (pairing > 0) == (paired_tiles > 0)
     else:
         assert paired_tiles == 0
         # As many thread blocks as the stub's 132 multiprocessors hold, and more for many keys.
@@ -296,8 +298,10 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
     [
         # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 264 or more alone, which is 2 sections.
         ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 512),
+        # As many tiles, of 128 blocks on average in place of 32: 27 for each of 132, 3456 = 6 * 512 and a rest.
+        ((1, 32768, 16, 128), (1, 32768, 16, 128), 6 * 132 + 512),
         # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
-        ((4, 8192, 32, 128), (4, 8192, 4, 128), 132 + 2048),
+        ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
         # No more than a section, and sections of an odd number of tiles.
         ((1, 8192, 4, 128), (1, 8192, 4, 128), 256),
         ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 64 * 65 * 3),
