@@ -149,8 +149,7 @@ class Model(forward.AttentionForward):
         if self.own.none_left:
             return
         queries = self.own.pipelines.query
-        if not isinstance(slot, int):
-            slot = self.own.early_slot
+        slot = self.own.early_slot if not isinstance(slot, int) else slot
         if queries.is_held(slot) or not self.config.query_in_registers:
             self.own.query = queries.read(slot)
         self.own.scores = (self.own.query, self.own.pipelines.key.read(stage))

@@ -109,11 +109,12 @@ def test_blocks_of_every_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, config in CONFIGS.items() if config.query_in_registers and not config.own_blocks]
+    "name", [name for name, config in CONFIGS.items() if not config.own_blocks and not config.out_in_query]
 )
 def test_early_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(sum(name.encode()))
-    config = dataclasses.replace(CONFIGS[name], early_scores=True)
+    stages = 1 if CONFIGS[name].query_in_registers else 2
+    config = dataclasses.replace(CONFIGS[name], early_scores=True, query_stages=stages)
     for seed in range(15):
         check(config, problem(config, rng), monkeypatch, seed)
 

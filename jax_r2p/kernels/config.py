@@ -101,8 +101,8 @@ class ForwardConfig:
         another's.
       own_blocks: a warpgroup computes only the key blocks that its own rows see, and not all that its tile
         does. Warpgroups then have blocks of different number, so they cannot take turns.
-      early_scores: the first scores of the next tile are computed under the end of this one. Needs the query
-        in registers.
+      early_scores: the first scores of the next tile are computed under the end of this one. Needs the
+        query in registers or `query_stages=2`.
       query_stages: tiles whose query rows are in shared memory at a time: with 2 the next ones come under
         all of a tile, not only under its end.
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
@@ -147,8 +147,10 @@ class ForwardConfig:
                 raise ValueError(f"{name}={width} must be a multiple of {step} in {step}..{MAX_HEAD_DIM}")
         if self.query_stages not in (1, 2):
             raise ValueError(f"query_stages={self.query_stages} must be 1 or 2")
-        if self.early_scores and (self.own_blocks or not self.query_in_registers):
-            raise ValueError("early_scores needs query_in_registers=True and own_blocks=False")
+        if self.early_scores and (self.own_blocks or self.out_in_query):
+            raise ValueError("early_scores is for own_blocks=False and out_in_query=False")
+        if self.early_scores and not self.query_in_registers and self.query_stages < 2:
+            raise ValueError("early_scores needs the query in registers, or query_stages=2")
         if self.own_blocks and self.ping_pong:
             raise ValueError("own_blocks needs ping_pong=False: turns are for equal numbers of blocks")
         if self.out_in_query and (self.query_in_registers or self.head_dim != self.value_head_dim):

@@ -559,7 +559,7 @@ class AttentionForward(AttentionKernel):
                 qk[0],
             ).get_slice(thread)
         else:
-            frag_q = qk[0].make_fragment_A(thread_qk.partition_A(s_rows))
+            frag_q, load = qk[0].make_fragment_A(thread_qk.partition_A(s_rows)), None
         frag_k = qk[0].make_fragment_B(thread_qk.partition_B(s_keys))
         frag_v = pv.make_fragment_B(thread_pv.partition_B(transposed(s_values)))
         scores = cute.make_rmem_tensor(qk[0].partition_shape_C((WARPGROUP_ROWS, self.tile_n)), Float32)
@@ -593,7 +593,8 @@ class AttentionForward(AttentionKernel):
                 (qk, scores, load, frag_q, frag_k), s_rows, pipelines, k_state, Int32(0), count, scale
             )
             warpgroup.wait_group(0)
-            pipelines.query.consumer_release(first_q_state)
+            if cutlass.const_expr(self.config.query_in_registers):
+                pipelines.query.consumer_release(first_q_state)
             k_pipeline.consumer_release(k_state)
             k_state.advance()
         for index in cutlass.range(count, unroll=1):
@@ -606,8 +607,8 @@ class AttentionForward(AttentionKernel):
             k_state, v_state = self.skip(pipelines, k_state, v_state, visited.stop - own.stop)
             round_, q_stage = index // self.config.query_stages, index % self.config.query_stages
             q_slot = q_stage * self.warpgroups + wg
+            q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
             if cutlass.const_expr(not self.config.early_scores):
-                q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
                 pipelines.query.consumer_wait(q_state)
                 if scale < Float32(0.0):
                     self.negate(s_rows[None, None, q_slot].iterator, thread)
@@ -675,7 +676,8 @@ class AttentionForward(AttentionKernel):
             if cutlass.const_expr(self.config.early_scores):
                 warpgroup.wait_group(0)
                 # After the last tile these free what nobody waits for.
-                pipelines.query.consumer_release(next_q_state)
+                if cutlass.const_expr(self.config.query_in_registers):
+                    pipelines.query.consumer_release(next_q_state)
                 k_pipeline.consumer_release(k_state)
                 k_state.advance()
             k_state, v_state = self.skip(pipelines, k_state, v_state, own.start - visited.start)
@@ -737,8 +739,9 @@ class AttentionForward(AttentionKernel):
         if scale < Float32(0.0):
             self.negate(s_rows[None, None, slot].iterator, thread)
             self.sync_warpgroup(wg)
-        cute.copy(load, load.partition_S(s_rows[None, None, slot]), load.retile(frag_q))
-        self.issue_scores(qk, scores, frag_q, frag_k, k_state.index)
+        if cutlass.const_expr(self.config.query_in_registers):
+            cute.copy(load, load.partition_S(s_rows[None, None, slot]), load.retile(frag_q))
+        self.issue_scores(qk, scores, self.query_rows(frag_q, slot), frag_k, k_state.index)
         return q_state
 
     def query_rows(self, frag_q: Any, slot: Int32) -> Any:
