@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     # Of names that the compiler itself is about to drop.
     warnings.simplefilter("ignore", DeprecationWarning)
     import forward_model
+    from backward_model import some_lengths
     from forward_model import Problem
 
 CONFIGS = {name: row.config for name, row in FORWARD.items() if row.config.dtype == "bf16"}
@@ -35,12 +36,13 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
     def near(tile: int, most: int) -> int:
         return max(1, int(tile * rng.integers(0, most) + rng.choice([-1, 0, 1, rng.integers(tile)])))
 
-    queries, keys, batch = near(config.tile_m, 4), near(config.tile_n, 9), int(rng.integers(1, 3))
+    queries, keys, batch = near(config.tile_m, 4), near(config.tile_n, 9), int(rng.integers(1, 4))
     tiles = -(-queries // config.tile_m) * batch
-    lengths = [
-        tuple(int(x) for x in rng.integers(0, extent + 1, batch)) if rng.integers(2) else ()
-        for extent in (queries, keys)
-    ]
+    # Of causal CTAs the first take some tiles in a row each.
+    cta_tiles = int(rng.integers(2, 5))
+    several = int(rng.integers(0, tiles // cta_tiles + 1))
+    causal_ctas = tiles - several * (cta_tiles - 1)
+    query_lengths, key_lengths = (some_lengths(rng, batch, extent) for extent in (queries, keys))
     return Problem(
         batch=batch,
         queries=queries,
@@ -48,9 +50,10 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
         heads=1,
         left=int(rng.integers(0, 4 * config.tile_n)),
         right=int(rng.integers(0, 2 * config.tile_n)),
-        query_lengths=lengths[0],
-        key_lengths=lengths[1],
-        ctas=tiles if config.mask == "causal" else int(rng.integers(1, tiles + 1)),
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        ctas=causal_ctas if config.mask == "causal" else int(rng.integers(1, tiles + 1)),
+        cta_tiles=cta_tiles,
     )
 
 
