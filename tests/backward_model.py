@@ -26,6 +26,11 @@ MARKS = 1 << 20
 """Their address: 0 is none."""
 
 
+def some_lengths(rng: np.random.Generator, batch: int, extent: int) -> tuple[int, ...]:
+    """A length of each sequence, or none."""
+    return tuple(int(x) for x in rng.integers(0, extent + 1, batch)) if rng.integers(2) else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Pointer:
     """A place in a flat array, counted in elements."""

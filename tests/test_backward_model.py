@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     # Of names that the compiler itself is about to drop.
     warnings.simplefilter("ignore", DeprecationWarning)
     import backward_model
-    from backward_model import Problem
+    from backward_model import Problem, some_lengths
 
 FACTOR = 0.5
 
@@ -56,10 +56,7 @@ def random_problem(config: BackwardConfig, rng: np.random.Generator) -> Problem:
     least = min((lag + 1) * together * sharers, most)
     queries, keys = int(rng.integers(1, 3 * config.tile_m)), int(rng.integers(1, 4 * config.tile_n))
     batch = repeat * kv_batch
-    lengths = [
-        tuple(int(x) for x in rng.integers(0, extent + 1, batch)) if rng.integers(2) else ()
-        for extent in (queries, keys)
-    ]
+    lengths = [some_lengths(rng, batch, extent) for extent in (queries, keys)]
     return Problem(
         batch=batch,
         queries=queries,

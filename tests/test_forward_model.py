@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     # Of names that the compiler itself is about to drop.
     warnings.simplefilter("ignore", DeprecationWarning)
     import forward_model
+    from backward_model import some_lengths
     from forward_model import Problem
 
 CONFIGS = {name: row.config for name, row in FORWARD.items() if row.config.dtype == "bf16"}
@@ -37,10 +38,7 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
 
     queries, keys, batch = near(config.tile_m, 4), near(config.tile_n, 9), int(rng.integers(1, 4))
     tiles = -(-queries // config.tile_m) * batch
-    lengths = [
-        tuple(int(x) for x in rng.integers(0, extent + 1, batch)) if rng.integers(2) else ()
-        for extent in (queries, keys)
-    ]
+    query_lengths, key_lengths = (some_lengths(rng, batch, extent) for extent in (queries, keys))
     return Problem(
         batch=batch,
         queries=queries,
@@ -48,8 +46,8 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
         heads=1,
         left=int(rng.integers(0, 4 * config.tile_n)),
         right=int(rng.integers(0, 2 * config.tile_n)),
-        query_lengths=lengths[0],
-        key_lengths=lengths[1],
+query_lengths=query_lengths,
+        key_lengths=key_lengths,
         **schedule(config, tiles, batch, rng),
     )
 
