@@ -50,7 +50,7 @@ SHAPES = {
     "fwd_bf16_d128_window": ((192, 48, 1, 32, 160), (128, 64, 1, 24, 240)),
     "fwd_bf16_d128_window_wide": ((64, 64, 2, 24, 232), (128, 64, 1, 24, 240)),
     "fwd_bf16_d64_causal_wide": ((192, 64, 1, 32, 160), (128, 128, 1, 24, 240)),
-    "fwd_bf16_d128_causal_wide": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
+    "fwd_bf16_d128_causal": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
 }
 """Other tiles for a kernel: tile_m, tile_n, CTAs an SM, registers of a producer and of a consumer thread."""
 

@@ -24,8 +24,9 @@ constexpr int64_t kMaxSectionKvHeads = 512;       // bounds the search for a div
 // others left.
 constexpr int64_t kSingleRounds = 2;
 
-// Key blocks that a thread block should come to, half a millisecond of work, beside which its start is short. Where there is more work for each than that, there are more thread blocks than fit at once:
-// one that must wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
+// Key blocks that a thread block should come to, half a millisecond of work, beside which its start is short.
+// Where there is more work for each than that, there are more thread blocks than fit at once: one that must
+// wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
 constexpr int64_t kCtaKeyBlocks = 512;
 
 // What the kernel receives; a field per entry of parameters_forward.def, which fixes the order.

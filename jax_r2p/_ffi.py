@@ -231,8 +231,13 @@ class SumsPlan(NamedTuple):
     lag: int
 
 
-_TOGETHER_BYTES = 16 << 20
-"""Query and dout rows of heads whose thread blocks start in turn. A third of L2, which has to hold them."""
+_TOGETHER_BYTES = 8 << 20
+"""Query and dout rows of heads whose thread blocks start in turn. They have to stay in L2, with the sums."""
+
+_LEAST_TOGETHER = 2
+"""Heads that start in turn however long they are, so that the short thread blocks of one fill the gaps that
+the long ones of the other leave.
+"""
 
 
 def plan_sums(
@@ -269,7 +274,7 @@ def plan_sums(
     together = 1
     if is_causal and not deterministic:
         head_bytes = queries * (variant.head_dim + variant.value_head_dim) * 2
-        together = max(1, min(places, _TOGETHER_BYTES // head_bytes))
+        together = min(places, max(_LEAST_TOGETHER, _TOGETHER_BYTES // head_bytes))
     lag = -(-min(places, in_flight + is_causal) // together)
     return SumsPlan(min(places, (lag + 1) * together + 2) * sharers, together, lag)
 

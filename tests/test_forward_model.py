@@ -46,7 +46,7 @@ def problem(config: ForwardConfig, rng: np.random.Generator) -> Problem:
         heads=1,
         left=int(rng.integers(0, 4 * config.tile_n)),
         right=int(rng.integers(0, 2 * config.tile_n)),
-query_lengths=query_lengths,
+        query_lengths=query_lengths,
         key_lengths=key_lengths,
         **schedule(config, tiles, batch, rng),
     )

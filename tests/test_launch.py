@@ -29,7 +29,7 @@ from jax_r2p import _ffi
 from jax_r2p._manifest import Variant, load_manifest, package_file
 
 VARIANTS = {variant.name: variant for variant in load_manifest().variants if variant.role == "forward"}
-BF16_D128 = VARIANTS["fwd_bf16_d128_causal_wide"]
+BF16_D128 = VARIANTS["fwd_bf16_d128_causal"]
 BF16_D64 = VARIANTS["fwd_bf16_d64_window"]
 CONTEXT = 0xC000000000000000 | STREAM
 
@@ -296,9 +296,9 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
-        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 264 or more alone, which is 2 sections.
+        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 264 or more alone, so 2 of them.
         ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 512),
-        # As many tiles, of 128 blocks on average in place of 32: 27 for each of 132, 3456 = 6 * 512 and a rest.
+        # As many, of 128 blocks on average in place of 32: 27 for each of 132, 3456 = 6 * 512 and a rest.
         ((1, 32768, 16, 128), (1, 32768, 16, 128), 6 * 132 + 512),
         # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
         ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
@@ -405,7 +405,7 @@ REFUSALS = {
     "head-dim-odd": (
         shaped((2, 16, 2, 36), (2, 16, 2, 36)),
         r"query: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal_wide'; got 36",
+        r"'fwd_bf16_d128_causal'; got 36",
     ),
     "head-dim-wide": (
         shaped((2, 16, 2, 136), (2, 16, 2, 136)),
@@ -414,7 +414,7 @@ REFUSALS = {
     "value-head-dim-odd": (
         shaped((2, 16, 2, 128), value_width=12),
         r"value: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal_wide'; got 12",
+        r"'fwd_bf16_d128_causal'; got 12",
     ),
     "value-head-dim-wide": (
         shaped((2, 16, 2, 128), value_width=192),
@@ -769,16 +769,16 @@ FAILURES = {
     ("cuCtxPushCurrent", 1): "cuCtxPushCurrent failed for the stream's context",
     ("cuCtxGetId", 1): "cuCtxGetId failed for the stream's context",
     ("cuThreadExchangeStreamCaptureMode", 1): "cuThreadExchangeStreamCaptureMode failed for loading a kernel",
-    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal_wide'",
-    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal_wide', entry "
+    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal'",
+    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal', entry "
     f"'{BF16_D128.entry}'",
-    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal_wide'",
-    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', "
+    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal'",
+    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', "
     f"{BF16_D128.shared_memory} bytes of shared memory",
     (
         "cuFuncSetAttribute",
         2,
-    ): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', shared memory carveout",
+    ): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', shared memory carveout",
     (
         "cuTensorMapEncodeTiled",
         1,
@@ -798,7 +798,7 @@ FAILURES = {
     (
         "cuLaunchKernelEx",
         1,
-    ): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal_wide' with 32 blocks of "
+    ): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with 32 blocks of "
     rf"{BF16_D128.threads} threads",
 }
 

@@ -90,6 +90,10 @@ WORD = ("SHF.R.U32.HI R2, RZ, R4, R3", "R2P PR, R2, 0x7f")
     ("lines", "message"),
     [
         (WORD, "no HGMMA that overwrites its accumulator"),
+        (
+            (SCORES, SCORES.replace("R24", "R88"), *WORD),
+            r"range\(24, .* and \[range\(88, .*: which are masked",
+        ),
         ((SCORES, "R2P PR, R2, 0x7f"), r"R2P PR, R2, 0x7f reads what this part did not make"),
         ((SCORES, *WORD, "FSEL R40, R40, -INF , P0"), "R40, R40, -INF , P0 selects no score"),
         ((SCORES, *WORD, "FSEL R24, R24, -INF , !P0"), "keeps a score where its bit is not set"),

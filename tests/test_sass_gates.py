@@ -15,7 +15,7 @@ import pytest
 from command_line import run_command
 
 from jax_r2p._manifest import FOLDER, InstallationError, Variant, load_manifest, package_file, read_cubin
-from jax_r2p.aot import audit, mask_sites, sass
+from jax_r2p.aot import audit, sass
 from jax_r2p.aot.compile import compile_variants
 from jax_r2p.aot.variants import VARIANTS, without_r2p
 from jax_r2p.cli.audit import DEFAULT
@@ -78,6 +78,13 @@ def loops(variant: Variant, parts: dict[str, sass.Code]) -> list[sass.Code]:
 def masked(variant: Variant) -> list[str]:
     """The parts that a bound crosses."""
     return [audit.FIRST, *(name for name in audit.LOOPS[variant.mask] if name != audit.INTERIOR)]
+
+
+def is_early(variant: Variant) -> bool:
+    """Whether the first scores of a tile are made at the end of the tile before."""
+    config = VARIANTS[variant.name].config
+    assert isinstance(config, ForwardConfig)
+    return config.early_scores
 
 
 def elements_of_a_row(variant: Variant) -> int:
@@ -176,10 +183,13 @@ def test_no_local_memory(variant: Variant, parts: dict[str, sass.Code]) -> None:
 def test_matmuls(variant: Variant, parts: dict[str, sass.Code]) -> None:
     """S = Q K^T runs over the head dim, O += P V over the keys of the block."""
     scores, output = variant.head_dim // MATMUL_DEPTH, variant.tile_n // MATMUL_DEPTH
-    assert parts[audit.FIRST].count("HGMMA") == scores
+    early = is_early(variant)
+    assert parts[audit.FIRST].count("HGMMA") == (0 if early else scores)
     assert {loop.count("HGMMA") for loop in loops(variant, parts)} == {scores + output}
-    # The first scores before the loops and the last values after them make one more block.
-    assert parts[audit.WHOLE].count("HGMMA") == (len(loops(variant, parts)) + 1) * (scores + output)
+    # The first scores before the loops and the last values after them make one more block. Early scores stand
+    # behind the loops, and for a CTA's first tile before all.
+    whole = (len(loops(variant, parts)) + 1) * (scores + output) + early * scores
+    assert parts[audit.WHOLE].count("HGMMA") == whole
 
 
 def test_matmuls_are_as_wide_as_keys_and_values(variant: Variant, parts: dict[str, sass.Code]) -> None:
@@ -195,10 +205,10 @@ def test_matmuls_are_as_wide_as_keys_and_values(variant: Variant, parts: dict[st
 
 def test_matmuls_stay_in_flight(variant: Variant, parts: dict[str, sass.Code]) -> None:
     """One wait per group of matmuls: where the compiler puts them in series, each has its own."""
-    groups = 2
-    assert parts[audit.FIRST].count(audit.WAIT) == 1
+    groups, early = 2, is_early(variant)
+    assert parts[audit.FIRST].count(audit.WAIT) == (0 if early else 1)
     assert {loop.count(audit.WAIT) for loop in loops(variant, parts)} == {groups}
-    assert parts[audit.WHOLE].count(audit.WAIT) == (len(loops(variant, parts)) + 1) * groups
+    assert parts[audit.WHOLE].count(audit.WAIT) == (len(loops(variant, parts)) + 1) * groups + early
 
 
 def test_query_stage_is_released_when_matmuls_have_read_it(
@@ -342,7 +352,7 @@ def test_each_score_is_decided_once_by_its_bit(variant: Variant, parts: dict[str
     # The end of the keys is the same for both rows.
     shared = variant.mask == "none"
     for name in masked(variant):
-        site = mask_sites.trace(parts[name])
+        site = audit.mask_site(disassemble(variant.name), name, parts[name])
         decided = [(selection.row, selection.element) for selection in site.selections]
         assert len(decided) == len(scores), name
         assert set(decided) == scores, name
@@ -360,7 +370,7 @@ def test_words_are_made_by_the_bounds_of_their_part(variant: Variant, parts: dic
     both = "LOP3.LUT" if variant.mask == "window" else "SHF.R"
     makers = {audit.FIRST: both, audit.RIGHT: both, audit.LEFT: "SHF.L"}
     for name in masked(variant):
-        for test in mask_sites.trace(parts[name]).tests:
+        for test in audit.mask_site(disassemble(variant.name), name, parts[name]).tests:
             assert test.made_by.is_a(makers[name]), (name, test)
 
 
@@ -609,7 +619,7 @@ def test_counts_agree_with_grep(tmp_path: Path, disassembler: Path) -> None:
 
     for name in DEFAULT:
         assert printed(name, audit.WHOLE) == count_by_shell(WHOLE_KERNEL, disassembler, name, tmp_path), name
-    name = "fwd_bf16_d128_causal_wide"
+    name = "fwd_bf16_d128_causal"
     assert printed(name, audit.INTERIOR) == count_by_shell(INTERIOR, disassembler, name, tmp_path)
 
 

@@ -95,7 +95,8 @@ def mask_site(kernel: sass.Kernel, part: str, code: sass.Code) -> mask_sites.Sit
       sass.SassError: As `mask_sites.trace`.
     """
     if part != MASKED:
-        return mask_sites.trace(code)
+        # The scores of a first block may come from matmuls at the end of the tile before.
+        return mask_sites.trace(code, matmuls=kernel)
     (step,) = kernel.innermost_loops("HGMMA", "MUFU")
     return mask_sites.trace(code, before=kernel.skipped(step, "R2P")[1])
 

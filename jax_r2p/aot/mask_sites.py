@@ -99,18 +99,24 @@ class Site:
     selections: tuple[Selection, ...]
 
 
-def trace(code: sass.Code, *, before: sass.Code | None = None) -> Site:
+def trace(code: sass.Code, *, matmuls: sass.Code | None = None, before: sass.Code | None = None) -> Site:
     """Follows the mask words of a part of a kernel that masks by R2P.
 
     Args:
       code: The part.
+      matmuls: Where the matmuls stand that make the scores, which all have the same accumulator; None for
+        the part itself.
       before: What runs before it and makes the weights that it masks; None where it masks the scores.
 
     Raises:
-      sass.SassError: There is no matmul that begins a block's scores, or bits are used in an unknown way.
+      sass.SassError: There is no matmul that begins a block's scores, there are several with accumulators of
+        their own, or bits are used in an unknown way.
     """
     if before is None:
-        scores, hidden = {register: place for place, register in enumerate(_score_registers(code))}, "-INF"
+        registers, *others = dict.fromkeys(_accumulators(matmuls or code))
+        if others:
+            raise sass.SassError(f"scores in the registers {registers} and {others}: which are masked?")
+        scores, hidden = {register: place for place, register in enumerate(registers)}, "-INF"
     else:
         scores, hidden = _weight_registers(before), "RZ"
     words = _find_words(code)
@@ -169,19 +175,25 @@ def describe_bits(test: Test) -> str:
     return f"bit {bit} -> {predicate}, {how}"
 
 
-def _score_registers(code: sass.Code) -> range:
-    """Numbers of the registers that hold a thread's scores: two rows, a quarter of the columns of each."""
+def _accumulators(code: sass.Code) -> list[range]:
+    """Numbers of the registers that hold a thread's scores: two rows, a quarter of the columns of each.
+
+    One for each matmul that begins such scores, in order.
+    """
+    found = []
     for instruction in code.instructions:
         shape = _SHAPE.match(instruction.opcode)
         if shape and (match := _ACCUMULATOR.match(instruction.operands)):
             first = int(match["first"])
-            return range(first, first + int(shape["columns"]) // 2)
-    raise sass.SassError("no HGMMA that overwrites its accumulator: where are the scores?")
+            found.append(range(first, first + int(shape["columns"]) // 2))
+    if not found:
+        raise sass.SassError("no HGMMA that overwrites its accumulator: where are the scores?")
+    return found
 
 
 def _weight_registers(code: sass.Code) -> dict[int, int]:
     """Place of the score from which each register's number was made, of those that hold such a number."""
-    first = _score_registers(code)
+    first = _accumulators(code)[0]
     places: dict[int, int] = {}
     begun = False
     for instruction in code.instructions:

@@ -50,7 +50,7 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         query: Literal["registers", "shared", "under out"],
         *,
         least_span: int = 0,
-        **own: Any,
+        **choices: Any,
     ) -> VariantRow:
         query_width, value_width = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         return VariantRow(
@@ -64,11 +64,11 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 min_blocks=min_blocks,
                 producer_registers=producer,
                 consumer_registers=consumer,
-                # Turns need two warpgroups to take them.
-                ping_pong=tile_m > 64 and not own,
+                # Turns need two warpgroups to take them, with as many blocks each.
+                ping_pong=tile_m > 64 and not choices.get("own_blocks"),
                 query_in_registers=query == "registers",
                 out_in_query=query == "under out",
-                **own,
+                **choices,
             ),
             suffix="_wide" if least_span else "",
             least_span=least_span,
@@ -77,6 +77,8 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
     # Warpgroups compute the blocks of their own 64 rows alone, as small CTAs would, but they share loads.
     own: dict[str, Any] = {"own_blocks": True}
     ahead: dict[str, Any] = {**own, "query_stages": 2}
+    early: dict[str, Any] = {"early_scores": True}
+    late: dict[str, Any] = {"rescale_late": True}
     return (
         # head dim (of query and key, and of value if it is another), mask, tile_m, tile_n, CTAs per SM,
         # registers of a producer and of a consumer thread, and where a consumer reads its query rows from:
@@ -99,19 +101,19 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row(96, "window", 192, 64, 1, 32, 160, "under out", stages=4, **ahead),
         # tile_n 144 is 0 to 1 % faster at length 8192, but 13 % slower at 512, of which it computes 576 keys.
         # The query in shared memory: 1 to 2 % slower, with tile_n 160 as fast as 144 but 20 % slower at 512;
-        # with it in registers 160 spill. 176 leave no room for the out tile.
-        row(128, "none", 128, 128, 1, 24, 240, "registers"),
-        # 64x64, two CTAs an SM, over 128x128: 0.99 at length 113, 0.97 at 512, 1.02 at 1024, 1.09 at 2048.
-        row(128, "causal", 64, 64, 2, 24, 232, "registers"),
+        # with it in registers 160 spill. 176 leave no room for the out tile. Early scores: 0.97 to 1.00, 0.96
+        # to 0.99 at length 512; the same with late rescaling 0.99 and 1.05.
+        row(128, "none", 128, 128, 1, 24, 240, "registers", **early),
         # The query in shared memory: 1 to 2 % slower. tile_n 112 is 3 % slower, 144 was as fast, but slower
-        # at lengths 512 and 2048.
-        row(128, "causal", 128, 128, 1, 24, 240, "registers", least_span=768),
+        # at lengths 512 and 2048. Early scores: 0.97 to 0.99; over 64x64 with two CTAs an SM 0.94 at length
+        # 113, 0.98 at 512 and less beyond.
+        row(128, "causal", 128, 128, 1, 24, 240, "registers", **early),
         # Windows (64, 0) and (256, 0), over two CTAs of 64x64: 0.95 and 0.93; with the next query rows not
         # before the end of a tile 0.92 and 0.95; 128x64 with the query in registers 0.94 and 0.95; tile_n 48,
         # 80 or 128 0.93 to 0.96 and 1.04 to 1.13.
         row(128, "window", 192, 64, 1, 32, 160, "under out", stages=4, **ahead),
-        # Over 192x64: window (1024, 0) 0.97, (256, 0) 1.03 to 1.09.
-        row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=768),
+        # Over 192x64: window (1024, 0) 0.97, (256, 0) 1.03 to 1.09. Early scores: 0.96 to 0.99 of that.
+        row(128, "window", 128, 128, 1, 24, 240, "registers", least_span=768, **early),
         # Causal 1.71; tile_n 96 1.72; 80 with the query in registers and an out tile of its own, the most
         # there is room for, 1.75. Windows (64, 0) and (256, 0), over two CTAs of 64x48: 0.90 and 0.88; tile_n
         # 48 0.91 and 0.97; the next query rows not before the end of a tile, three stages, 0.96 and 1.01.
@@ -125,8 +127,9 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
         row((192, 128), "window", 128, 64, 1, 24, 240, "registers", stages=3, **own),
         # Causal 1.88 and, at length 512, 0.218; tile_n 64 2.00 and 0.214. 80 is the most that finds room.
         # Windows (64, 0) and (256, 0), over warpgroups that take turns and compute all blocks: 0.97 and 0.94.
-        row(256, "none", 128, 80, 1, 24, 240, "under out"),
-        row(256, "causal", 128, 80, 1, 24, 240, "under out"),
+        # Late rescaling: dense 0.93, causal 0.95; at other head dims 1.00 to 1.03.
+        row(256, "none", 128, 80, 1, 24, 240, "under out", **late),
+        row(256, "causal", 128, 80, 1, 24, 240, "under out", **late),
         row(256, "window", 128, 64, 1, 24, 240, "under out", **own),
     )
 

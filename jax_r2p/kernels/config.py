@@ -103,6 +103,8 @@ class ForwardConfig:
         does. Warpgroups then have blocks of different number, so they cannot take turns.
       early_scores: the first scores of the next tile are computed under the end of this one. Needs the
         query in registers or `query_stages=2`.
+      rescale_late: what has been summed of O shrinks to a block's new maximum under the scores of the next
+        block, not before their turn.
       query_stages: tiles whose query rows are in shared memory at a time: with 2 the next ones come under
         all of a tile, not only under its end.
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
@@ -130,6 +132,7 @@ class ForwardConfig:
     ping_pong: bool = True
     own_blocks: bool = False
     early_scores: bool = False
+    rescale_late: bool = False
     query_stages: int = 1
     query_in_registers: bool = False
     out_in_query: bool = False

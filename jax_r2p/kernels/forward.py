@@ -156,7 +156,7 @@ class AttentionForward(AttentionKernel):
         row); scale: one float32. query_lengths, key_lengths: addresses of an int32 for each batch of the
         query, or 0: see `Lengths`. Batch b of the query uses batch b // kv_outer * kv_inner + b % kv_inner of
         key and value. section_heads: heads whose tiles run next to each other, so that their keys and values
-        stay in L2; a divisor of their number. ctas, paired_tiles: see `tile_places`.
+        stay in L2; a divisor of their number. ctas, paired_tiles: see `tile_count`.
         """
         # (batch, length, heads, head_dim) -> (length, head_dim, heads, batch)
         by_length = [1, 3, 2, 0]
@@ -639,6 +639,8 @@ class AttentionForward(AttentionKernel):
                     k_pipeline.consumer_wait(k_state)
                     self.take_turn(wg)
                     self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
+                    if cutlass.const_expr(self.config.rescale_late):
+                        self.rescale(acc, correction)
                     v_pipeline.consumer_wait(v_state)
                     self.issue_output(pv, acc, weights, frag_v, v_state.index)
                     self.pass_turn(wg)
@@ -655,11 +657,14 @@ class AttentionForward(AttentionKernel):
                     v_pipeline.consumer_release(v_state)
                     v_state.advance()
                     self.round_pairs(scores, pairs)
-                    self.rescale(acc, correction)
+                    if cutlass.const_expr(not self.config.rescale_late):
+                        self.rescale(acc, correction)
 
             # No score of this tile is left to compute.
             if cutlass.const_expr(not self.config.query_in_registers and not self.config.out_in_query):
                 pipelines.query.consumer_release(q_state)
+            if cutlass.const_expr(self.config.rescale_late):
+                self.rescale(acc, correction)
             v_pipeline.consumer_wait(v_state)
             self.issue_output(pv, acc, weights, frag_v, v_state.index)
             if cutlass.const_expr(self.config.early_scores):
