@@ -296,10 +296,10 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
-        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 264 or more alone, so 2 of them.
-        ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 512),
-        # As many, of 128 blocks on average in place of 32: 27 for each of 132, 3456 = 6 * 512 and a rest.
-        ((1, 32768, 16, 128), (1, 32768, 16, 128), 6 * 132 + 512),
+        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 132 or more alone, so one of them.
+        ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 256),
+        # As many, of 128 blocks on average in place of 32: 29 for each of 132, 3712 = 7 * 512 and a rest.
+        ((1, 32768, 16, 128), (1, 32768, 16, 128), 7 * 132 + 256),
         # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
         ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
         # No more than a section, and sections of an odd number of tiles.

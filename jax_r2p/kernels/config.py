@@ -110,8 +110,8 @@ class ForwardConfig:
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
         reading them from shared memory for each block.
       out_in_query: the out tile has no shared memory of its own, but takes the place of the query rows that
-        it belongs to. They must have stayed in shared memory, and the next ones are loaded only when the
-        store has read the tile.
+        it belongs to. They must have stayed in shared memory, and the next ones for the same stage are loaded
+        only when the store has read the tile.
       mask_lowering: `"r2p"` or `"compare"` (one or two integer compares an element; the baseline of
         ablations).
       mask_every_block: every block takes every mask of the variant, needed or not (the other baseline).
