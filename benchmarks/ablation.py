@@ -50,7 +50,7 @@ SHAPES = {
     "fwd_bf16_d128_window": ((192, 48, 1, 32, 160), (128, 64, 1, 24, 240)),
     "fwd_bf16_d128_window_wide": ((64, 64, 2, 24, 232), (128, 64, 1, 24, 240)),
     "fwd_bf16_d64_causal_wide": ((192, 64, 1, 32, 160), (128, 128, 1, 24, 240)),
-    "fwd_bf16_d128_causal": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
+    "fwd_bf16_d128_causal_wide": ((128, 64, 1, 24, 240), (64, 64, 2, 24, 232)),
 }
 """Other tiles for a kernel: tile_m, tile_n, CTAs an SM, registers of a producer and of a consumer thread."""
 
@@ -87,7 +87,8 @@ def build(options: argparse.Namespace) -> int:
     rows = list(kernel_rows())
     compiled, _ = bundle.compile_into(options.folder, rows)
     cubins = {done.variant: done.cubin for done in compiled}
-    cubins |= {v: read_cubin(v) for v in load_manifest().variants if v.dtype == "bf16"}
+    shipped = (v for v in load_manifest().variants if v.dtype == "bf16" and v.role == "forward")
+    cubins |= {v: read_cubin(v) for v in shipped}
     counts = {
         variant.name: audit.count_parts(sass.disassemble(cubin), variant.mask, audit.OPCODES)
         for variant, cubin in cubins.items()
@@ -192,15 +193,18 @@ def run(options: argparse.Namespace) -> int:
             inputs = measure.input_sets(w, seed, least_bytes=least)
             single = {name: function(w, variants[name]) for name in case.kernels}
             errors = {name: measure.relative_error(f, w, inputs[0]) for name, f in single.items()}
-            timed = {name: chain(w, variants[name]) for name in case.kernels} if case.in_l2 else single
+            calls, timed = 1, single
+            if case.in_l2:  # the same keys and values for all calls of a program: nothing leaves the cache
+                calls, inputs = CHAIN, [tuple(inputs[:1] * CHAIN)]
+                timed = {name: measure.in_one_program(f, CHAIN) for name, f in single.items()}
             taken = measure.alternate(
                 timed,
-                inputs[:1] if case.in_l2 else inputs,
+                inputs,
                 rounds=options.rounds,
                 sample_seconds=SAMPLE_SECONDS,
+                calls_each=calls,
                 advance=lambda now=case.name: advance(now),
             )
-            calls = CHAIN if case.in_l2 else 1
             rows = []
             for name in case.kernels:
                 variant = variants[name]
@@ -208,8 +212,8 @@ def run(options: argparse.Namespace) -> int:
                 row = report.timed_row(
                     w,
                     name,
-                    taken[name].median() / calls,
-                    [x / calls for x in taken[name].total],
+                    taken[name].median(),
+                    taken[name].total,
                     relative_error=errors[name],
                     calls=taken[name].calls,
                     host_bound=taken[name].host_bound(),
@@ -229,20 +233,6 @@ def function(w: Workload, variant: Variant) -> Callable[..., Any]:
     import jax
 
     return jax.jit(bundle.call(w, variant))
-
-
-def chain(w: Workload, variant: Variant) -> Callable[..., Any]:
-    """`CHAIN` calls in one program, each with the output before as its query: nothing leaves the cache."""
-    import jax
-
-    call = bundle.call(w, variant)
-
-    def several(query: Any, key: Any, value: Any) -> Any:
-        for _ in range(CHAIN):
-            query = call(query, key, value)
-        return query
-
-    return jax.jit(several)
 
 
 def once(options: argparse.Namespace) -> int:

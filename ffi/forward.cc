@@ -94,6 +94,15 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   while (groups % section_groups != 0) {
     --section_groups;
   }
+  if (variant.is_causal && section_groups * group * problem.head_tiles % 2 != 0) {
+    // Only an even number of tiles makes pairs.
+    for (int64_t fewer = section_groups - 1; fewer >= 2; --fewer) {
+      if (groups % fewer == 0 && fewer % 2 == 0) {
+        section_groups = fewer;
+        break;
+      }
+    }
+  }
   const int64_t tiles = problem.head_tiles * problem.batch * problem.heads;
   const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
 

@@ -111,7 +111,7 @@ def test_cases_start_with_the_kernel_that_runs():
     """By the width of what a row sees, for causal masks and windows alike."""
     first = {case.name: case.kernels[0] for case in ablation.cases()}
     assert first["causal_d64_s8192"] == "fwd_bf16_d64_causal_wide"
-    assert first["causal_d128_s8192"] == "fwd_bf16_d128_causal"
+    assert first["causal_d128_s8192"] == "fwd_bf16_d128_causal_wide"
     assert first["local64_d128_s8192"] == "fwd_bf16_d128_window"
     assert first["local1024_d128_s8192"] == "fwd_bf16_d128_window_wide"
     assert set(ablation.SHAPES) <= set(first.values())
@@ -209,7 +209,7 @@ def test_blocks_section(rows):
     assert {row["gain (middle half)"] for row in table} == {"+100.0% (+100.0% to +100.0%)"}
     # 1 ms more, of 132 SMs, over the unmasked blocks of 4 x 16 heads.
     case = next(case for case in ablation.cases() if case.name == CASES[0])
-    unmasked = ablation.visits(case.workload, SHIPPED["fwd_bf16_d128_causal"])[audit.INTERIOR]
+    unmasked = ablation.visits(case.workload, SHIPPED["fwd_bf16_d128_causal_wide"])[audit.INTERIOR]
     assert table[0]["a masked block more, ns of an SM"] == f"{1e6 * 132 / (unmasked * 4 * 16):.0f}"
     assert [row["R2P gain, every block masked"] for row in table[:2]] == ["+25.0% (+25.0% to +25.0%)", ""]
 
@@ -217,7 +217,7 @@ def test_blocks_section(rows):
 def test_tiles_section(rows):
     _, header, lines = ablation.tiles_section(report.by_case(report.read_rows(rows)))
     table = [dict(zip(header, line, strict=True)) for line in lines if line[0] == CASES[0]]
-    shapes = ablation.SHAPES["fwd_bf16_d128_causal"]
+    shapes = ablation.SHAPES["fwd_bf16_d128_causal_wide"]
     assert [row["tile"].endswith(" shipped") for row in table] == [True] + [False] * len(shapes)
     for row, (tile_m, tile_n, ctas, *_) in zip(table[1:], shapes, strict=True):
         assert row["tile"] == f"{tile_m} x {tile_n}" + (f", {ctas} CTAs an SM" if ctas > 1 else "")
@@ -270,7 +270,8 @@ def test_build(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(ablation, "kernel_rows", lambda: iter([row]))
     monkeypatch.setattr(bundle, "compile_variants", compile_variants)
-    shipped = dataclasses.replace(load_manifest(), variants=(variant,))
+    backward = next(v for v in load_manifest().variants if v.role == "backward")  # not compared, not counted
+    shipped = dataclasses.replace(load_manifest(), variants=(backward, variant))
     monkeypatch.setattr(ablation, "load_manifest", lambda: shipped)
     folder = tmp_path / "folder"
     assert ablation.main(["build", str(folder)]) == 0

@@ -87,11 +87,11 @@ def test_wide_windows_have_their_own_kernel(spec, lengths, wide):
     assert chosen(spec, h=64, **sizes) == "fwd_bf16_d64_window"
 
 
+@pytest.mark.parametrize(("h", "least"), [(64, 3072), (128, 256)])
 @pytest.mark.parametrize("queries", [7, 4096])
-def test_long_causal_calls_have_larger_tiles(queries):
-    assert chosen(CAUSAL, h=64, t=queries, s=3071) == "fwd_bf16_d64_causal"
-    assert chosen(CAUSAL, h=64, t=queries, s=3072) == "fwd_bf16_d64_causal_wide"
-    assert {chosen(CAUSAL, h=128, t=queries, s=keys) for keys in (7, 9999)} == {"fwd_bf16_d128_causal"}
+def test_long_causal_calls_have_larger_tiles(h, least, queries):
+    assert chosen(CAUSAL, h=h, t=queries, s=least - 1) == f"fwd_bf16_d{h}_causal"
+    assert chosen(CAUSAL, h=h, t=queries, s=least) == f"fwd_bf16_d{h}_causal_wide"
 
 
 def test_a_width_that_has_to_be_padded():

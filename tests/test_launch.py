@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import runpy
 import struct
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,11 +28,12 @@ from launch_stub import (
     pack,
 )
 
-from jax_r2p import _ffi
+from jax_r2p import _dispatch, _ffi
 from jax_r2p._manifest import Variant, load_manifest, package_file
+from jax_r2p._spec import AttentionSpec
 
 VARIANTS = {variant.name: variant for variant in load_manifest().variants if variant.role == "forward"}
-BF16_D128 = VARIANTS["fwd_bf16_d128_causal"]
+BF16_D128 = VARIANTS["fwd_bf16_d128_causal_wide"]
 BF16_D64 = VARIANTS["fwd_bf16_d64_window"]
 CONTEXT = 0xC000000000000000 | STREAM
 
@@ -302,9 +306,15 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
         ((1, 32768, 16, 128), (1, 32768, 16, 128), 7 * 132 + 256),
         # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
         ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
-        # No more than a section, and sections of an odd number of tiles.
+        # No more than a section.
         ((1, 8192, 4, 128), (1, 8192, 4, 128), 256),
-        ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 64 * 65 * 3),
+        # A section of three heads would have 195 tiles, so it is two with 130: 12220 of 12480 tiles in pairs,
+        # 92 of 33 blocks for each of 132: 3036 = 5 * 512 and a rest.
+        ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 5 * 132 + 2 * 130),
+        # 80 heads of three tiles, not 85.
+        ((85, 384, 16, 128), (85, 384, 16, 128), 132 + 240),
+        # No even number of heads divides 135.
+        ((45, 384, 3, 128), (45, 384, 3, 128), 45 * 3 * 3),
         ((2, 512, 16, 128), (2, 512, 16, 128), 128),
         ((1, 531 * 128, 1, 128), (1, 64, 1, 128), 531),
         ((1, 532 * 128, 1, 128), (1, 64, 1, 128), 532),
@@ -312,6 +322,27 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 )
 def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: int):
     assert process.pack(BF16_D128, make_call(BF16_D128, query, key))["grid"] == [ctas, 1, 1]
+
+
+def test_the_sanitizer_sees_every_kernel_and_pairs_of_all_causal_ones(process: StubProcess, monkeypatch):
+    """In what tools/sanitize_cases.py runs."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the file does
+    cases = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "sanitize_cases.py"))
+    seen, paired = set(), set()
+    for _, dtype, _, left, right, shapes in cases["forward_calls"]():
+        if shapes[0][-1] % 8:
+            continue  # padded before the launch
+        variant = _dispatch.choose(
+            AttentionSpec(left=left, right=right), *shapes, np.dtype(dtype), _dispatch.HOPPER
+        )
+        assert not isinstance(variant, str), variant
+        seen.add(variant.name)
+        if variant.mask == "causal":
+            parameters = process.pack(variant, make_call(variant, *shapes[:2], shapes[2][-1]))["parameters"]
+            if number(parameters["paired_tiles"]):
+                paired.add(variant.name)
+    assert seen == set(VARIANTS)
+    assert paired == {name for name in VARIANTS if name.startswith("fwd_bf16") and name.endswith("_causal")}
 
 
 @pytest.mark.parametrize(
@@ -405,7 +436,7 @@ REFUSALS = {
     "head-dim-odd": (
         shaped((2, 16, 2, 36), (2, 16, 2, 36)),
         r"query: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal'; got 36",
+        r"'fwd_bf16_d128_causal_wide'; got 36",
     ),
     "head-dim-wide": (
         shaped((2, 16, 2, 136), (2, 16, 2, 136)),
@@ -414,7 +445,7 @@ REFUSALS = {
     "value-head-dim-odd": (
         shaped((2, 16, 2, 128), value_width=12),
         r"value: expected a head dim that is a multiple of 8, at most 128 for variant "
-        r"'fwd_bf16_d128_causal'; got 12",
+        r"'fwd_bf16_d128_causal_wide'; got 12",
     ),
     "value-head-dim-wide": (
         shaped((2, 16, 2, 128), value_width=192),
@@ -769,16 +800,16 @@ FAILURES = {
     ("cuCtxPushCurrent", 1): "cuCtxPushCurrent failed for the stream's context",
     ("cuCtxGetId", 1): "cuCtxGetId failed for the stream's context",
     ("cuThreadExchangeStreamCaptureMode", 1): "cuThreadExchangeStreamCaptureMode failed for loading a kernel",
-    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal'",
-    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal', entry "
+    ("cuLibraryLoadData", 1): "cuLibraryLoadData failed for variant 'fwd_bf16_d128_causal_wide'",
+    ("cuLibraryGetKernel", 1): "cuLibraryGetKernel failed for variant 'fwd_bf16_d128_causal_wide', entry "
     f"'{BF16_D128.entry}'",
-    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal'",
-    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', "
+    ("cuKernelGetFunction", 1): "cuKernelGetFunction failed for variant 'fwd_bf16_d128_causal_wide'",
+    ("cuFuncSetAttribute", 1): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', "
     f"{BF16_D128.shared_memory} bytes of shared memory",
     (
         "cuFuncSetAttribute",
         2,
-    ): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal', shared memory carveout",
+    ): "cuFuncSetAttribute failed for variant 'fwd_bf16_d128_causal_wide', shared memory carveout",
     (
         "cuTensorMapEncodeTiled",
         1,
@@ -798,7 +829,7 @@ FAILURES = {
     (
         "cuLaunchKernelEx",
         1,
-    ): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal' with 32 blocks of "
+    ): "cuLaunchKernelEx failed for variant 'fwd_bf16_d128_causal_wide' with 32 blocks of "
     rf"{BF16_D128.threads} threads",
 }
 

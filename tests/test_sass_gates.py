@@ -619,7 +619,7 @@ def test_counts_agree_with_grep(tmp_path: Path, disassembler: Path) -> None:
 
     for name in DEFAULT:
         assert printed(name, audit.WHOLE) == count_by_shell(WHOLE_KERNEL, disassembler, name, tmp_path), name
-    name = "fwd_bf16_d128_causal"
+    name = "fwd_bf16_d128_causal_wide"
     assert printed(name, audit.INTERIOR) == count_by_shell(INTERIOR, disassembler, name, tmp_path)
 
 

@@ -74,15 +74,15 @@ sanitize() {
   # one allocation per array, so that a step outside an array is seen
   export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
   # a process for each part: the tool itself has died of many kernels in one
-  local kind part failed=0
+  local kind part failed=0 parts="lengths forward gradients64 gradients128 gradients256"
   for kind in memcheck racecheck; do
-    for part in lengths forward gradients; do
+    for part in $parts; do
       echo "-- $kind $part"
       "$tool" --tool "$kind" --error-exitcode 9 --print-limit 20 "$python" tools/sanitize_cases.py "$part" || failed=1
     done
   done
   # It does not see what TMA stores: copies of such arrays to the host, and XLA's reads of them, are reported in vain.
-  for part in lengths forward gradients; do
+  for part in $parts; do
     echo "-- initcheck $part"
     "$tool" --tool initcheck --check-api-memory-access no --show-backtrace no --print-limit 100000 \
       "$python" tools/sanitize_cases.py "$part" >"$work/initcheck" 2>&1 || failed=1

@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py [PART...]
 
-PART: lengths, forward or gradients; all by default.
+PART: lengths, forward, gradients64, gradients128 or gradients256; all by default. The tool itself may die of
+too many kernels in one process.
 
 Small, since instrumented kernels run a hundred times slower; but with several tiles each way, partial ones,
 grouped heads, skipped blocks, rows that see nothing, and lengths, so that every barrier and every bound is
@@ -16,7 +17,8 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -32,8 +34,13 @@ WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (4
 # (T, S, N, K): two tiles of 192 rows or more and four of 128 keys, partial; then T > S, so that causal rows
 # see nothing
 SIZES = ((389, 413, 2, 1), (210, 70, 2, 2))
-# More tiles than twice as many CTAs as fit on 132 SMs one each, so that some take a third.
-QUEUE_SIZE = (70, 70, 270, 270)
+# More tiles than twice as many CTAs as fit on 132 SMs, so that some take a third, and causal ones pairs.
+QUEUE_SIZE = (130, 130, 538, 538)
+# What takes the kernels for rows that see many keys: H, mask, its arguments and bounds, and T, S, N, K.
+WIDE_CALLS = (
+    (64, "causal", {"is_causal": True}, None, 0, (210, 3100, 2, 1)),
+    (128, "window", {"local_window_size": (700, 90)}, 700, 90, (413, 901, 2, 1)),
+)
 # More heads than those that run at once, so that every backward kernel takes slots of its ring of sums again.
 RING_SIZE = (70, 600, 40, 40)
 # So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would
@@ -50,6 +57,9 @@ DTYPES = {
     "bfloat16": 0.02,
     "float16": 0.004,
 }  # allowed error of outputs of size 1: a few units in the last place
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def expected(q, k, v, left, right) -> np.ndarray:
@@ -150,38 +160,42 @@ def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> 
     return good
 
 
+def forward_calls() -> Iterator[tuple[str, str, dict[str, Any], int | None, int | None, Shapes]]:
+    """Calls of every forward kernel: mask, dtype, arguments, left and right bound, shapes."""
+    for dtype in DTYPES:
+        for h, hv in WIDTHS:
+            for name, (keywords, left, right) in MASKS.items():
+                for t, s, n, k in SIZES if dtype == "float16" else (*SIZES, QUEUE_SIZE):
+                    yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
+        for h, name, keywords, left, right, (t, s, n, k) in WIDE_CALLS:
+            yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, h))
+
+
 def check_forward(rng: np.random.Generator) -> int:
     """Every forward kernel; returns how many calls give wrong results."""
     failed = 0
-    for h, hv in WIDTHS:
-        for dtype, allowed in DTYPES.items():
-            for name, (keywords, left, right) in MASKS.items():
-                for t, s, n, k in SIZES if dtype == "float16" else (*SIZES, QUEUE_SIZE):
-                    shapes = ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
-                    arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
-                    f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
-                    out = np.asarray(f(*jax.device_put(arrays))).astype(np.float64)
-                    error = np.abs(out - expected(*arrays, left, right)).max()
-                    good = error < allowed  # False for NaN
-                    failed += not good
-                    print(
-                        f"{'ok ' if good else 'BAD'} {name:6s} {dtype} H={h} Hv={hv} T={t} S={s}: "
-                        f"error {error:.1e}",
-                        flush=True,
-                    )
+    for name, dtype, keywords, left, right, shapes in forward_calls():
+        arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
+        f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
+        out = np.asarray(f(*jax.device_put(arrays))).astype(np.float64)
+        error = np.abs(out - expected(*arrays, left, right)).max()
+        good = error < DTYPES[dtype]  # False for NaN
+        failed += not good
+        sizes = f"query {shapes[0]} key {shapes[1]} value {shapes[2]}"
+        print(f"{'ok ' if good else 'BAD'} {name:6s} {dtype} {sizes}: error {error:.1e}", flush=True)
     return failed
+
+
+def check_all_gradients(rng: np.random.Generator, h: int) -> int:
+    """The backward kernels of a head dim; returns how many give wrong results."""
+    return sum(not check_gradients(rng, h, dtype, name) for dtype in DTYPES for name in MASKS)
 
 
 def main() -> int:
     parts: dict[str, Callable[[np.random.Generator], int]] = {
         "lengths": lambda rng: sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS),
         "forward": check_forward,
-        "gradients": lambda rng: sum(
-            not check_gradients(rng, h, dtype, name)
-            for h in (64, 128, 256)
-            for dtype in DTYPES
-            for name in MASKS
-        ),
+        **{f"gradients{h}": functools.partial(check_all_gradients, h=h) for h in (64, 128, 256)},
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="all by default")

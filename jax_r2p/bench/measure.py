@@ -81,7 +81,7 @@ def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> li
       seed: Of the random numbers.
       least_bytes: Of traffic that the sets cause together; there are at least two sets.
     """
-    count = max(2, -(-least_bytes // w.bytes_moved()))
+    count = max(2, w.calls, -(-least_bytes // w.bytes_moved()))
     shape_q = (w.batch, w.length, w.heads, w.head_dim)
     shape_k = (w.batch, w.length, w.kv_heads, w.head_dim)
     shapes = [shape_q, shape_k, (*shape_k[:-1], w.value_head_dim)]
@@ -96,12 +96,30 @@ def input_sets(w: Workload, seed: int, *, least_bytes: int = 2 * L2_BYTES) -> li
     return [make(key) for key in jax.random.split(jax.random.key(seed), count)]
 
 
+def in_one_program(f: Timed, calls: int) -> Callable[..., jax.Array]:
+    """Returns a compiled chain of forward calls, each with the out of the one before as its query.
+
+    Args:
+      f: Maps query, key and value to out, which is like query.
+      calls: How many. The chain takes as many sets of query, key and value, or more, which it ignores.
+    """
+
+    def chain(*sets: Arrays) -> jax.Array:
+        query = sets[0][0]
+        for _, key, value in sets[:calls]:
+            query = f(query, key, value)
+        return query
+
+    return jax.jit(chain)
+
+
 def alternate(
     functions: dict[str, Callable[..., Any]],
     inputs: Sequence[tuple[Any, ...]],
     *,
     rounds: int,
     sample_seconds: float,
+    calls_each: int = 1,
     warm_up_seconds: float = WARM_UP_SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
@@ -112,6 +130,7 @@ def alternate(
       inputs: The sets of arguments that the calls go round.
       rounds: Samples that count; one more, the first, is thrown away.
       sample_seconds: Length of a sample of the fastest function, as far as `CALLS` allows.
+      calls_each: Calls of an implementation in one of a function, among which its time is divided.
       warm_up_seconds: How long the functions run in turns, once each at least, before anything is timed.
       advance: Called after each of the `rounds + 1` samples of each function.
     """
@@ -128,9 +147,9 @@ def alternate(
         for name in orders.sample(list(functions), len(functions)):
             total, queued, host = _sample(functions[name], inputs, samples[name].calls)
             if number >= 0:
-                samples[name].total.append(total)
-                samples[name].queued.append(queued)
-                samples[name].host.append(host)
+                samples[name].total.append(total / calls_each)
+                samples[name].queued.append(queued / calls_each)
+                samples[name].host.append(host / calls_each)
             advance()
     return samples
 

@@ -241,8 +241,11 @@ def _matmul_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def host_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Returns header and lines: microseconds that the host takes to queue a call of each implementation."""
-    rows = [row for row in _of_implementations(rows) if "host_ms" in row]
+    """Returns header and lines: microseconds that the host takes to queue a call of each implementation.
+
+    Not of programs of several calls, which it queues as one.
+    """
+    rows = [row for row in _of_implementations(rows) if "host_ms" in row and row.get("calls_each", 1) == 1]
     names = list(dict.fromkeys(row["impl"] for row in rows))
     lines = [
         [case, *(f"{line[name]['host_ms'] * 1e3:.1f}" if name in line else "" for name in names)]

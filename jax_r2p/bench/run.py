@@ -85,12 +85,17 @@ def _time_case(
             for _ in range(rounds + 1):
                 advance()
         else:
-            functions[rival.name] = f
+            functions[rival.name] = f if w.calls == 1 else measure.in_one_program(f, w.calls)
             errors[rival.name] = measure.relative_error(f, w, inputs[0])
     if matmul is not None:
         functions[matmul.name] = measure.matmul(matmul, seed)
     taken = measure.alternate(
-        functions, inputs, rounds=rounds, sample_seconds=sample_seconds, advance=advance
+        functions,
+        inputs if w.calls == 1 else [tuple(inputs)],
+        rounds=rounds,
+        sample_seconds=sample_seconds,
+        calls_each=w.calls,
+        advance=advance,
     )
     rows = []
     for rival in chosen:
@@ -104,6 +109,7 @@ def _time_case(
                 rival.name,
                 taken[rival.name],
                 input_sets=len(inputs),
+                calls_each=w.calls,
                 # JSON has no NaN
                 relative_error=float(f"{error:.3e}") if math.isfinite(error) else None,
                 impl_version=rival.package_version(),

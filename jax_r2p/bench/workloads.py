@@ -38,6 +38,8 @@ class Workload:
       window: (left, right) tokens seen besides the own one, both ends included; None is unbounded.
       training: Whether the call is forward and backward: from query, key, value and the cotangent of out to
         their gradients.
+      calls: Calls of one compiled program, as of the layers of a model: the query of each is the out of the
+        one before. Above 1 for calls so short that the device waits for the host between programs.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Workload:
     is_causal: bool = False
     window: tuple[int, int] | None = None
     training: bool = False
+    calls: int = 1
 
     @property
     def pass_(self) -> Pass:
@@ -163,6 +166,7 @@ def _row(
     value_head_dim: int | None = None,
     kv_heads: int | None = None,
     batch: int | None = None,
+    calls: int = 1,
 ) -> Workload:
     """One row of the table.
 
@@ -174,6 +178,7 @@ def _row(
       value_head_dim: Elements of a value; None for as many.
       kv_heads: Key heads, shared by twice the query heads of the other rows; None for a head each.
       batch: None for `TOKENS` in all, or one sequence if that is longer.
+      calls: Of one program.
     """
     heads = HIDDEN // head_dim if kv_heads is None else 2 * HIDDEN // head_dim
     shared = "" if kv_heads is None else f"_gqa{heads // kv_heads}"
@@ -183,7 +188,7 @@ def _row(
         left, _, right = kind.removeprefix("local").partition("_")
         window = (int(left), int(right or 0))
     return Workload(
-        name=f"{kind}{shared}_d{head_dim}{value}_s{length}",
+        name=f"{kind}{shared}_d{head_dim}{value}_s{length}" + (f"_x{calls}" if calls > 1 else ""),
         batch=batch or max(1, TOKENS // length),
         length=length,
         heads=heads,
@@ -192,6 +197,7 @@ def _row(
         value_head_dim=value_head_dim or head_dim,
         is_causal=kind == "causal",
         window=window,
+        calls=calls,
     )
 
 
@@ -212,7 +218,9 @@ WORKLOADS = (
     _row("local256", 128, 8192),
     _row("local1024", 128, 8192),
     _row("local128_128", 64, 8192),
+    _row("causal", 128, 384),  # three tiles of 128 rows, or six of 64
     _row("causal", 128, 113, batch=64),  # short and no multiple of a tile
+    _row("causal", 128, 113, batch=64, calls=10),
     _row("full", 256, 8192),
     _row("causal", 256, 8192),
     _row("causal", 96, 8192),

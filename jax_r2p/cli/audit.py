@@ -23,7 +23,7 @@ from typing import Any
 from jax_r2p._manifest import Variant, load_manifest, package_file, read_cubin
 from jax_r2p.cli.output import EXIT_FAILED, CommandError, UsageError, print_json, print_table, progress
 
-DEFAULT = ("fwd_bf16_d128_none", "fwd_bf16_d128_causal", "fwd_bf16_d128_window")
+DEFAULT = ("fwd_bf16_d128_none", "fwd_bf16_d128_causal_wide", "fwd_bf16_d128_window")
 """One of each mask: the end of the sequence alone, causal, window."""
 
 WITHOUT, WITH, DIFFERENCE = "without", "with R2P", "difference"

@@ -241,6 +241,10 @@ def _time(options: argparse.Namespace, task: str) -> list[Row]:
         selected = workloads.select(options.cases or ("training" if training else "all"))
     except ValueError as error:
         raise UsageError(f"--cases {error}") from error
+    if training and options.cases == "all":
+        selected = tuple(w for w in selected if w.calls == 1)
+    if training and (chains := [w.name for w in selected if w.calls > 1]):
+        raise UsageError(f"--cases {', '.join(chains)}: a program of several calls is forward only")
     cases = [
         dataclasses.replace(workloads.shrink(w, options.scale_down), training=training) for w in selected
     ]

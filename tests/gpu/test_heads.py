@@ -103,6 +103,9 @@ def test_more_tiles_than_the_gpu_holds(h, hv, mask):
         [
             Call(t=700, b=10, n=24, k=24, h=h, hv=hv, **mask),
             Call(t=389, s=517, b=9, n=36, k=4, h=h, hv=hv, **mask),
+            # short, and what rows see many keys of, have causal kernels of their own
+            Call(t=200, b=40, n=16, k=16, h=h, hv=hv, **mask),
+            *([Call(t=400, s=3100, b=20, n=16, k=16, h=h, hv=hv, **mask)] if h == 64 else []),
         ]
     )
 
