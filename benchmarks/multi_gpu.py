@@ -226,6 +226,7 @@ def times(run: Run, functions: dict[str, Callable[[], Any]], rounds: int | None 
         rounds=rounds or run.size.rounds,
         sample_seconds=run.size.sample_seconds,
         warm_up_seconds=0.2 if run.on_gpu else 0.0,
+        settle_seconds=0.2 if run.on_gpu else 0.0,
     )
     return {name: sample.median() for name, sample in samples.items()}
 

@@ -196,6 +196,24 @@ def test_time_of_a_program_is_divided_among_its_calls(monkeypatch):
     )
 
 
+def test_each_function_runs_for_a_while_before_its_samples(monkeypatch):
+    """0.2 s of calls of 0.07 s are three, for each of two rounds and the one that is thrown away."""
+    now, called = [0.0], []
+
+    def f():
+        now[0] += 0.07
+        called.append(now[0])
+        return 0.0
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "_sample", lambda *_: (1.0, 1.0, 1.0))
+    quick = {"rounds": 2, "sample_seconds": 0.0, "warm_up_seconds": 0.0}
+    measure.alternate({"f": f}, [()], **quick)
+    assert len(called) == 1
+    measure.alternate({"f": f}, [()], **quick, settle_seconds=0.2)
+    assert len(called) == 1 + 1 + 3 * 3
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -31,6 +31,21 @@ def start(
     )
 
 
+def test_the_example_is_run_as_asked():
+    """On one device of those that there are: its losses by step, and its tokens a second."""
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import multi_gpu, types\n"
+        "run = types.SimpleNamespace(size=multi_gpu.SIZES['tiny'], on_gpu=False)\n"
+        "print(json.dumps(multi_gpu.train_on(run, (0,), 2)))"
+    )
+    done = start("-c", code, program=())
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses, speed = json.loads(done.stdout.splitlines()[-1])
+    assert set(losses) == {"1", "2", "3"}
+    assert all(3 < loss < 7 for loss in losses.values())  # 256 bytes, all as likely: 5.5
+    assert speed > 0
+
+
 @pytest.mark.parametrize(
     ("curves", "ok"),
     [

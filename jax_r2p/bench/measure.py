@@ -121,6 +121,7 @@ def alternate(
     sample_seconds: float,
     calls_each: int = 1,
     warm_up_seconds: float = WARM_UP_SECONDS,
+    settle_seconds: float = 0.0,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Samples]:
     """Times the functions in turns.
@@ -132,6 +133,8 @@ def alternate(
       sample_seconds: Length of a sample of the fastest function, as far as `CALLS` allows.
       calls_each: Calls of an implementation in one of a function, among which its time is divided.
       warm_up_seconds: How long the functions run in turns, once each at least, before anything is timed.
+      settle_seconds: How long each runs before each of its samples, which matters where they are of several
+        GPUs: one that was idle for the samples of others has cooled, and is faster for the first moments.
       advance: Called after each of the `rounds + 1` samples of each function.
     """
     end = time.perf_counter() + warm_up_seconds
@@ -145,6 +148,9 @@ def alternate(
     orders = random.Random(0)  # the same in every run
     for number in range(-1, rounds):
         for name in orders.sample(list(functions), len(functions)):
+            settled = time.perf_counter() + settle_seconds
+            while time.perf_counter() < settled:
+                jax.block_until_ready(functions[name](*inputs[0]))
             total, queued, host = _sample(functions[name], inputs, samples[name].calls)
             if number >= 0:
                 samples[name].total.append(total / calls_each)
