@@ -20,8 +20,7 @@ from jax_r2p._manifest import Variant
 from jax_r2p._spec import AttentionSpec, MaskKind
 from jax_r2p.cli.output import first_line
 
-_QUERIES, _KEYS, _HEADS, _KV_HEADS = 260, 300, 4, 2
-"""More than a tile in both directions, and every query sees a key, so that no residual is infinite."""
+_HEADS, _KV_HEADS = 4, 2
 
 _RESIDUAL_ERROR = 1e-3
 """Allowed in the residual, which is float32 for all dtypes."""
@@ -80,18 +79,21 @@ class Call:
 def call_of(variant: Variant) -> Call:
     """Returns a call on random numbers that runs `variant`; the same at each time."""
     random = np.random.default_rng(0)
-    keys = _KEYS + variant.least_span
+    # More than a tile in both directions, and every query sees a key, so that no residual is infinite. No
+    # more, as long calls may have another kernel.
+    queries = max(variant.tile_m, variant.tile_n) + 4
+    keys = queries + 40 + variant.least_span
     dtype = _dispatch.dtype_of(variant)
     query, key, value, dout = (
         random.standard_normal((1, length, heads, width), np.float32).astype(dtype)
         for length, heads, width in (
-            (_QUERIES, _HEADS, variant.head_dim),
+            (queries, _HEADS, variant.head_dim),
             (keys, _KV_HEADS, variant.head_dim),
             (keys, _KV_HEADS, variant.value_head_dim),
-            (_QUERIES, _HEADS, variant.value_head_dim),
+            (queries, _HEADS, variant.value_head_dim),
         )
     )
-    dresidual = random.standard_normal((1, _QUERIES, _HEADS), np.float32)
+    dresidual = random.standard_normal((1, queries, _HEADS), np.float32)
     keywords = _KEYWORDS[variant.mask]
     if variant.least_span and variant.mask == "window":
         keywords = {"local_window_size": (variant.least_span, 7)}
