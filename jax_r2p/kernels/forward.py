@@ -726,7 +726,7 @@ class AttentionForward(AttentionKernel):
         count: Int32,
         scale: Float32,
     ) -> Any:
-        """Start the first scores of this CTA's tile number `index`, with its query rows in registers.
+        """Start the first scores of this CTA's tile number `index`, whose query rows may go into registers.
 
         There may be none left: then the matmul has whatever shared memory holds, and nobody takes its
         result. A branch around it would cost registers.
