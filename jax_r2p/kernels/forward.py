@@ -605,9 +605,7 @@ class AttentionForward(AttentionKernel):
             row_sum.fill(0.0)
             acc.fill(0.0)
             k_state, v_state = self.skip(pipelines, k_state, v_state, visited.stop - own.stop)
-            round_, q_stage = index // self.config.query_stages, index % self.config.query_stages
-            q_slot = q_stage * self.warpgroups + wg
-            q_state = pipeline.PipelineState(self.query_slots, Int32(0), q_slot, round_ % 2)
+            q_slot, q_state = self.query_stage(index, wg)
             if cutlass.const_expr(not self.config.early_scores):
                 pipelines.query.consumer_wait(q_state)
                 if scale < Float32(0.0):
@@ -734,10 +732,7 @@ class AttentionForward(AttentionKernel):
         qk, scores, load, frag_q, frag_k = matmul
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slot = index % self.config.query_stages * self.warpgroups + wg
-        q_state = pipeline.PipelineState(
-            self.query_slots, Int32(0), slot, index // self.config.query_stages % 2
-        )
+        slot, q_state = self.query_stage(index, wg)
         if index < count:
             pipelines.query.consumer_wait(q_state)
             pipelines.key.consumer_wait(k_state)
@@ -748,6 +743,12 @@ class AttentionForward(AttentionKernel):
             cute.copy(load, load.partition_S(s_rows[None, None, slot]), load.retile(frag_q))
         self.issue_scores(qk, scores, self.query_rows(frag_q, slot), frag_k, k_state.index)
         return q_state
+
+    def query_stage(self, index: Int32, wg: Int32) -> tuple[Int32, Any]:
+        """Where a warpgroup's query rows of this CTA's tile number `index` are: the slot, and its state."""
+        round_, stage = index // self.config.query_stages, index % self.config.query_stages
+        slot = stage * self.warpgroups + wg
+        return slot, pipeline.PipelineState(self.query_slots, Int32(0), slot, round_ % 2)
 
     def query_rows(self, frag_q: Any, slot: Int32) -> Any:
         """The query rows as operand A: registers, or those in a slot of shared memory."""
