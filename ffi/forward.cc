@@ -82,6 +82,15 @@ struct Schedule {
   int64_t ctas;           // thread blocks
 };
 
+// The largest divisor of number that is a multiple of factor and at most `most`; 0 if there is none.
+int64_t LargestDivisor(int64_t number, int64_t factor, int64_t most) {
+  int64_t divisor = most / factor * factor;
+  while (divisor > 0 && number % divisor != 0) {
+    divisor -= factor;
+  }
+  return divisor;
+}
+
 // A section is a run of heads, whole groups and an equal number in each section, whose keys and values fit
 // the L2 budget together: thread blocks that run at the same time find them there.
 Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const Variant& variant,
@@ -89,26 +98,21 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   const int64_t group = problem.heads / problem.kv_heads;
   const int64_t groups = problem.batch * problem.kv_heads;
   const int64_t bytes_per_kv_head = problem.keys * (variant.head_dim + variant.value_head_dim) * kElementSize;
-  int64_t section_groups = std::clamp<int64_t>(kL2Budget / bytes_per_kv_head, 1, kMaxSectionKvHeads);
-  section_groups = std::min(section_groups, groups);
-  while (groups % section_groups != 0) {
-    --section_groups;
+  const int64_t most =
+      std::min(std::clamp<int64_t>(kL2Budget / bytes_per_kv_head, 1, kMaxSectionKvHeads), groups);
+  int64_t section_groups = 0;
+  if (variant.is_causal && group * problem.head_tiles % 2 != 0) {
+    section_groups = LargestDivisor(groups, 2, most);  // only an even number of tiles makes pairs
   }
-  if (variant.is_causal && section_groups * group * problem.head_tiles % 2 != 0) {
-    // Only an even number of tiles makes pairs.
-    for (int64_t fewer = section_groups - 1; fewer >= 2; --fewer) {
-      if (groups % fewer == 0 && fewer % 2 == 0) {
-        section_groups = fewer;
-        break;
-      }
-    }
+  if (section_groups == 0) {
+    section_groups = LargestDivisor(groups, 1, most);
   }
   const int64_t tiles = problem.head_tiles * problem.batch * problem.heads;
   const int64_t resident = int64_t{multiprocessors} * variant.min_blocks;
 
   Schedule schedule = {section_groups * group, section_groups * group * problem.head_tiles, 0, 0};
-  const auto rounds = [&](int64_t count,
-                          int64_t keys) {  // of resident thread blocks, for tiles of these keys
+  // How many times over the resident thread blocks, for tiles of so many keys.
+  const auto rounds = [&](int64_t count, int64_t keys) {
     return std::max<int64_t>(count / resident * ((keys - 1) / variant.tile_n + 1) / kCtaKeyBlocks, 1);
   };
   if (variant.is_causal) {

@@ -592,10 +592,7 @@ class AttentionForward(AttentionKernel):
             first_q_state = self.begin_scores(
                 (qk, scores, load, frag_q, frag_k), s_rows, pipelines, k_state, Int32(0), count, scale
             )
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(self.config.query_in_registers):
-                pipelines.query.consumer_release(first_q_state)
-            k_pipeline.consumer_release(k_state)
+            self.end_scores(pipelines, first_q_state, k_state)
             k_state.advance()
         for index in cutlass.range(count, unroll=1):
             work, visited = self.locate(schedule, self.tile_place(schedule, index))
@@ -617,13 +614,7 @@ class AttentionForward(AttentionKernel):
                 # The block visited first: it takes every mask, and nothing is in flight beside it.
                 k_pipeline.consumer_wait(k_state)
                 self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(self.config.query_in_registers):
-                    # Not before: the release does not wait for the copy into registers to end, only matmuls
-                    # on them do. Rows that lie beyond the array are zeros that TMA need not fetch; they came
-                    # fast enough to be read in place of the last columns.
-                    pipelines.query.consumer_release(q_state)
-                k_pipeline.consumer_release(k_state)
+                self.end_scores(pipelines, q_state, k_state)
                 k_state.advance()
             self.apply_mask(
                 scores, work, row, (own.stop - 1) * self.tile_n + column, right=True, left=self.has_left
@@ -677,11 +668,8 @@ class AttentionForward(AttentionKernel):
             out_slot = q_slot if self.config.out_in_query else wg
             self.finish(store, out_slot, acc, (row_base, row_sum), scale, arrays, work, row)
             if cutlass.const_expr(self.config.early_scores):
-                warpgroup.wait_group(0)
-                # After the last tile these free what nobody waits for.
-                if cutlass.const_expr(self.config.query_in_registers):
-                    pipelines.query.consumer_release(next_q_state)
-                k_pipeline.consumer_release(k_state)
+                # After the last tile this frees what nobody waits for.
+                self.end_scores(pipelines, next_q_state, k_state)
                 k_state.advance()
             k_state, v_state = self.skip(pipelines, k_state, v_state, own.start - visited.start)
             if cutlass.const_expr(self.config.out_in_query):
@@ -743,6 +731,16 @@ class AttentionForward(AttentionKernel):
             cute.copy(load, load.partition_S(s_rows[None, None, slot]), load.retile(frag_q))
         self.issue_scores(qk, scores, self.query_rows(frag_q, slot), frag_k, k_state.index)
         return q_state
+
+    def end_scores(self, pipelines: Pipelines, q_state: Any, k_state: Any) -> None:
+        """Wait for a tile's first scores, and free their keys and, if those are in registers, query rows."""
+        warpgroup.wait_group(0)
+        if self.config.query_in_registers:
+            # Not before: the release does not wait for the copy into registers to end, only matmuls on them
+            # do. Rows that lie beyond the array are zeros that TMA need not fetch; they came fast enough to
+            # be read in place of the last columns.
+            pipelines.query.consumer_release(q_state)
+        pipelines.key.consumer_release(k_state)
 
     def query_stage(self, index: Int32, wg: Int32) -> tuple[Int32, Any]:
         """Where a warpgroup's query rows of this CTA's tile number `index` are: the slot, and its state."""
