@@ -267,17 +267,17 @@ def number(parameter: bytes) -> int:
 @pytest.mark.parametrize(
     ("query", "key", "section_heads"),
     [
-        # 64 columns: 256 bytes a key, so 64k keys fill the 16 MiB of a section.
-        ((2, 64, 16, 64), (2, 131072, 4, 64), 4),
+        # 64 columns: 256 bytes a key, so 32k keys fill the 8 MiB of a section.
         ((2, 64, 16, 64), (2, 65536, 4, 64), 4),
-        ((2, 64, 16, 64), (2, 32768, 4, 64), 8),
-        ((2, 64, 16, 64), (2, 32767, 4, 64), 8),
+        ((2, 64, 16, 64), (2, 32768, 4, 64), 4),
+        ((2, 64, 16, 64), (2, 16384, 4, 64), 8),
+        ((2, 64, 16, 64), (2, 16383, 4, 64), 8),
         # Three groups of four heads would fit; two divide the eight there are.
-        ((2, 64, 16, 64), (2, 21845, 4, 64), 8),
-        ((2, 64, 16, 64), (2, 16384, 4, 64), 16),
+        ((2, 64, 16, 64), (2, 10922, 4, 64), 8),
+        ((2, 64, 16, 64), (2, 8192, 4, 64), 16),
         ((2, 64, 16, 64), (2, 100, 4, 64), 32),
         # A prime number of heads has no divisor but itself.
-        ((1, 64, 17, 64), (1, 16384, 17, 64), 1),
+        ((1, 64, 17, 64), (1, 8192, 17, 64), 1),
         ((1, 64, 17, 64), (1, 1024, 17, 64), 17),
         # Not more than 512 heads of keys.
         ((2**20, 1, 1, 8), (2**20, 1, 1, 8), 512),
@@ -288,9 +288,9 @@ def test_sections(process: StubProcess, query: Any, key: Any, section_heads: int
     assert number(parameters["section_heads_size"]) == section_heads
 
 
-@pytest.mark.parametrize(("keys", "section_heads"), [(26214, 1), (13107, 2), (13108, 1), (6553, 4)])
+@pytest.mark.parametrize(("keys", "section_heads"), [(13107, 1), (6553, 2), (6554, 1), (3276, 4)])
 def test_sections_count_keys_and_values(process: StubProcess, keys: int, section_heads: int):
-    """192 and 128 columns: 640 bytes a key, so 26214 of them fill the 16 MiB of a section."""
+    """192 and 128 columns: 640 bytes a key, so 13107 of them fill the 8 MiB of a section."""
     variant = VARIANTS["fwd_bf16_d192v128_none"]
     call = make_call(variant, (1, 64, 4, 192), (1, keys, 4, 192), 128)
     parameters = process.pack(variant, call)["parameters"]
@@ -300,19 +300,19 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
-        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 132 or more alone, so one of them.
+        # 128 rows a tile. 4096 tiles, 128 in each of 32 sections: the last 132 or more alone, so two of them.
         ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 256),
         # As many, of 128 blocks on average in place of 32: 29 for each of 132, 3712 = 7 * 512 and a rest.
         ((1, 32768, 16, 128), (1, 32768, 16, 128), 7 * 132 + 256),
-        # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
-        ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
-        # No more than a section.
+        # Of 8192 tiles the last 1024 are a section: two heads of keys, eight of queries each.
+        ((4, 8192, 32, 128), (4, 8192, 4, 128), 3 * 132 + 1024),
+        # No more than two sections, which begin alone.
         ((1, 8192, 4, 128), (1, 8192, 4, 128), 256),
-        # A section of three heads would have 195 tiles, so it is two with 130: 12220 of 12480 tiles in pairs,
-        # 92 of 33 blocks for each of 132: 3036 = 5 * 512 and a rest.
-        ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 5 * 132 + 2 * 130),
-        # 80 heads of three tiles, not 85.
-        ((85, 384, 16, 128), (85, 384, 16, 128), 132 + 240),
+        # A section of three heads would have 99 tiles, so it is two with 66: 6204 of 6336 tiles in pairs, 47
+        # of 17 blocks for each of 132: 799 = 512 and a rest.
+        ((64, 4096 + 128, 3, 128), (64, 4096 + 128, 3, 128), 132 + 2 * 66),
+        # 16 heads of three tiles, not 41.
+        ((41, 384, 16, 128), (41, 384, 16, 128), 132 + 3 * 48),
         # No even number of heads divides 135.
         ((45, 384, 3, 128), (45, 384, 3, 128), 45 * 3 * 3),
         ((2, 512, 16, 128), (2, 512, 16, 128), 128),

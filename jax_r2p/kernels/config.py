@@ -105,6 +105,8 @@ class ForwardConfig:
         query in registers or `query_stages=2`.
       rescale_late: what has been summed of O shrinks to a block's new maximum under the scores of the next
         block, not before their turn.
+      skip_rescale: a warp leaves out that O shrinks where none of its rows has a new maximum. The results
+        are the same, as it would multiply by 1.
       query_stages: tiles whose query rows are in shared memory at a time: with 2 the next ones come under
         all of a tile, not only under its end.
       query_in_registers: a consumer keeps its query rows in registers, head_dim / 4 a thread, in place of
@@ -133,6 +135,7 @@ class ForwardConfig:
     own_blocks: bool = False
     early_scores: bool = False
     rescale_late: bool = False
+    skip_rescale: bool = False
     query_stages: int = 1
     query_in_registers: bool = False
     out_in_query: bool = False

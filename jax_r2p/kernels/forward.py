@@ -629,7 +629,7 @@ class AttentionForward(AttentionKernel):
                     self.take_turn(wg)
                     self.issue_scores(qk, scores, self.query_rows(frag_q, q_slot), frag_k, k_state.index)
                     if cutlass.const_expr(self.config.rescale_late):
-                        self.rescale(acc, correction)
+                        self.shrink(acc, correction)
                     v_pipeline.consumer_wait(v_state)
                     self.issue_output(pv, acc, weights, frag_v, v_state.index)
                     self.pass_turn(wg)
@@ -647,13 +647,13 @@ class AttentionForward(AttentionKernel):
                     v_state.advance()
                     self.round_pairs(scores, pairs)
                     if cutlass.const_expr(not self.config.rescale_late):
-                        self.rescale(acc, correction)
+                        self.shrink(acc, correction)
 
             # No score of this tile is left to compute.
             if cutlass.const_expr(not self.config.query_in_registers and not self.config.out_in_query):
                 pipelines.query.consumer_release(q_state)
             if cutlass.const_expr(self.config.rescale_late):
-                self.rescale(acc, correction)
+                self.shrink(acc, correction)
             v_pipeline.consumer_wait(v_state)
             self.issue_output(pv, acc, weights, frag_v, v_state.index)
             if cutlass.const_expr(self.config.early_scores):
@@ -858,6 +858,16 @@ class AttentionForward(AttentionKernel):
                 scores[i] = cute.arch.exp2(scores[i] * factor - base)
             total = reduce_by_four([scores[i] for i in index], lambda a, b: a + b)
             row_sum[r] = row_sum[r] * correction[r] + total
+
+    @cute.jit
+    def shrink(self, acc: cute.Tensor, correction: cute.Tensor):
+        """Multiply what is summed of O by `correction`, which mostly is 1 for all rows of a warp."""
+        if cutlass.const_expr(self.config.skip_rescale):
+            grown = (correction[0] != Float32(1.0)) | (correction[1] != Float32(1.0))
+            if cute.arch.vote_ballot_sync(grown) != 0:
+                self.rescale(acc, correction)
+        else:
+            self.rescale(acc, correction)
 
     def rescale(self, acc: Any, row_factor: Any) -> None:
         """Multiply each of the thread's two rows of `acc` by its factor."""
