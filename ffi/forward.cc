@@ -20,9 +20,9 @@ constexpr int64_t kElementSize = 2;  // bytes of a bf16 or fp16 element
 constexpr int64_t kL2Budget = int64_t{8} << 20;  // bytes
 constexpr int64_t kMaxSectionKvHeads = 512;      // bounds the search for a divisor; L2 does not care beyond
 
-// Key blocks that a thread block should come to, half a millisecond of work, beside which its start is short.
-// Where there is more work for each than that, there are more thread blocks than fit at once: one that must
-// wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
+// Key blocks that a thread block should come to: about a millisecond of work, beside which its start is
+// short. Where there is more work for each than that, there are more thread blocks than fit at once: one that
+// must wait for a multiprocessor, which another kernel holds, leaves the rest of its work to others.
 constexpr int64_t kCtaKeyBlocks = 512;
 
 // What the kernel receives; a field per entry of parameters_forward.def, which fixes the order.
@@ -119,7 +119,7 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   if (variant.is_causal) {
     // Tiles of whole sections are dealt out in pairs that are equally long. The last sections, with tiles
     // enough to keep every SM busy, have a thread block for each tile: they even out what the others left.
-    // With twice as many of these, calls took 1 % longer.
+    // With twice as many of these, some calls took 1 % longer, and none less.
     const int64_t sections = std::max<int64_t>(tiles - resident, 0) / schedule.section_tiles;
     const int64_t pairs = sections * schedule.section_tiles / 2;
     schedule.ctas = tiles;
@@ -135,7 +135,7 @@ Schedule MakeSchedule(const AttentionCall& call, const Problem& problem, const V
   return schedule;
 }
 
-// Problem and Schedule hold numbers in 1..2^31-1.
+// Problem and Schedule hold numbers in 1..2^31-1, but paired_tiles may be 0.
 Status Pack(const Driver& driver, const ForwardRequest& request, const Variant& variant,
             const Problem& problem, const Schedule& schedule, Parameters* parameters) {
   const AttentionCall& call = request.call;

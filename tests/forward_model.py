@@ -46,7 +46,7 @@ class Stages:
     """Stages that one producer fills, and that `consumers` warpgroups empty, or one of them each."""
 
     def __init__(self, warps: Warps, count: int, consumers: int):
-        self.warps, self.consumers = warps, consumers
+        self.warps, self.consumer_threads = warps, consumers
         self.content: list[Any] = [None] * count
         self.fills = [0] * count
         self.releases = [0] * count
@@ -54,7 +54,7 @@ class Stages:
 
     def producer_acquire(self, state: State) -> None:
         stage = state.index
-        self.warps.pause(lambda: self.releases[stage] == self.consumers * self.fills[stage])
+        self.warps.pause(lambda: self.releases[stage] == self.consumer_threads * self.fills[stage])
         assert state.phase == self.fills[stage] % 2
 
     def producer_get_barrier(self, state: State) -> tuple[Stages, int]:
@@ -77,7 +77,7 @@ class Stages:
         seen = self.seen.pop((self.warps.own.name, state.index), None)
         assert seen == self.fills[state.index], "released without having been waited for"
         self.releases[state.index] += 1
-        assert self.releases[state.index] <= self.consumers * seen, "released twice"
+        assert self.releases[state.index] <= self.consumer_threads * seen, "released twice"
 
     def is_held(self, stage: int) -> bool:
         return self.seen.get((self.warps.own.name, stage)) == self.fills[stage]

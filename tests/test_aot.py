@@ -307,7 +307,6 @@ def test_boxes_are_the_widest_that_divide_a_tile() -> None:
         ({"query_in_registers": True}, "out_in_query needs .* got query_in_registers=True"),
         ({"query_stages": 3}, "query_stages=3 must be 1 or 2"),
         ({"query_stages": 2}, "tiles need 295936 bytes"),
-        ({"own_blocks": True}, "own_blocks needs ping_pong=False"),
         ({"tile_n": 96}, "tiles need 263168 bytes of shared memory, 232448 are left to each of 1 CTAs"),
         ({"consumer_registers": 248}, "setmaxnreg asks for 520 registers .* the CTA's pool holds 504"),
     ],

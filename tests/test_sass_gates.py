@@ -173,6 +173,21 @@ def test_correction_is_of_rounded_products(variant: Variant, parts: dict[str, sa
         assert loop.count("FFMA") == scores + ROWS_OF_THREAD
 
 
+def test_rescaling_is_left_out_by_a_vote(variant: Variant, parts: dict[str, sass.Code]) -> None:
+    """Where the table says so: then a round can jump over the multiplications of what is summed of O."""
+    config = VARIANTS[variant.name].config
+    assert isinstance(config, ForwardConfig)
+    labels = disassemble(variant.name).labels
+    for loop in loops(variant, parts):
+        assert loop.count("VOTE") == config.skip_rescale
+        if config.skip_rescale:
+            votes = [number for number, i in enumerate(loop.instructions) if i.is_a("VOTE")]
+            jump = next(i for i in loop.instructions[votes[0] :] if i.is_a("BRA") and i.guard)
+            target = labels[jump.operands.strip().removeprefix("`(").removesuffix(")")]
+            left_out = [i.opcode for i in loop.instructions if jump.address < i.address < target]
+            assert left_out.count("FMUL") == ROWS_OF_THREAD * variant.value_head_dim // 4
+
+
 def test_no_local_memory(variant: Variant, parts: dict[str, sass.Code]) -> None:
     spilled = parts[audit.WHOLE].count("LDL") + parts[audit.WHOLE].count("STL")
     assert (spilled > 0) == (VARIANTS[variant.name].declared_spills > 0)

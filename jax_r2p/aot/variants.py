@@ -64,8 +64,6 @@ def _forward_rows(dtype: Literal["bf16", "fp16"]) -> tuple[VariantRow, ...]:
                 min_blocks=min_blocks,
                 producer_registers=producer,
                 consumer_registers=consumer,
-                # Turns need two warpgroups to take them, with as many blocks each.
-                ping_pong=tile_m > 64 and not choices.get("own_blocks"),
                 query_in_registers=query == "registers",
                 out_in_query=query == "under out",
                 **choices,

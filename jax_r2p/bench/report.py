@@ -8,6 +8,7 @@ not timed, or, of a cold start, `seconds`, one entry a process, and `median_s`. 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,15 +17,13 @@ from typing import IO, Any
 from jax_r2p.bench.rivals import NO_KERNEL, NOT_INSTALLED, OURS, OWN
 from jax_r2p.bench.workloads import (
     DENSE_PEAK_TFLOPS,
-    LENGTHS,
     MATMUL,
     MATMUL_WITH,
     PASSES,
-    WORKLOADS,
+    TABLE,
     Matmul,
     Pass,
     Workload,
-    select,
 )
 
 Row = dict[str, Any]
@@ -32,6 +31,11 @@ Row = dict[str, Any]
 COLD = "cold_"
 """What the case of a cold start begins with."""
 
+LONG = 4096
+"""Tokens from which on a query-key pair should take no longer than at the length before."""
+
+GROWTH = 1.1
+"""How often the time of the length before it may take."""
 
 TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward and backward"}
 
@@ -155,8 +159,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     table: dict[str, dict[str, Row]] = {}
     for row in rows:
         table.setdefault(row["case"], {})[row["impl"]] = row
-    names = dict.fromkeys(w.name for w in (*WORKLOADS, *LENGTHS))
-    order = {name: place for place, name in enumerate(names)}
+    order = {name: place for place, name in enumerate(TABLE)}
     return dict(sorted(table.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -213,7 +216,7 @@ def fastest_cells(rows: Sequence[Row]) -> set[tuple[int, int]]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Returns what the cells of a table leave out, a line each.
 
-    That is why something was not timed, the `*`, and the matmul.
+    That is why something was not timed, the `*`, lengths that are slower than shorter ones, and the matmul.
     """
     refused: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -222,7 +225,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = [f"{name} {status} ({', '.join(cases)})" for (name, status), cases in refused.items()]
     if any(row.get("host_bound") for row in rows):
         lines.append("* the host may have limited this time")
-    return lines + _matmul_notes(rows)
+    return lines + growth(rows) + _matmul_notes(rows)
 
 
 def _matmul_notes(rows: Sequence[Row]) -> list[str]:
@@ -354,8 +357,50 @@ def plot(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
     figure.savefig(file, format=kind, dpi=150)
 
 
+def over_lengths(rows: Iterable[Row]) -> dict[str, list[tuple[Workload, Row]]]:
+    """Returns what jax_r2p took for calls that differ in length only, each with its row, the shortest first.
+
+    Keys say what they have in common, for example "causal, d192v128". Cases of several calls in one program
+    are left out, and such as are not in the tables of workloads.
+    """
+    lines: dict[str, list[tuple[Workload, Row]]] = {}
+    for pass_, of_pass in by_pass(rows).items():
+        for case, line in by_case(of_pass).items():
+            w, row = TABLE.get(case), line.get(OURS, {})
+            if w is not None and w.calls == 1 and "ms" in row:
+                w = dataclasses.replace(w, training=pass_ == "training")
+                lines.setdefault(_but_length(w), []).append((w, row))
+    return {name: sorted(points, key=lambda point: point[0].length) for name, points in lines.items()}
+
+
+def _but_length(w: Workload) -> str:
+    parts = [w.mask, _heads(w)]
+    return ", ".join([*parts, "training"] if w.training else parts)
+
+
+def _heads(w: Workload) -> str:
+    value = f"v{w.value_head_dim}" if w.value_head_dim != w.head_dim else ""
+    group = f", {w.heads // w.kv_heads} heads a key head" if w.heads != w.kv_heads else ""
+    return f"d{w.head_dim}{value}{group}"
+
+
+def growth(rows: Iterable[Row]) -> list[str]:
+    """Returns a line for each long call of jax_r2p whose time does not follow the arithmetic.
+
+    That is one of `LONG` tokens or more where a query-key pair takes over `GROWTH` times what it does at the
+    length before. As operations a pair do not change with the length, that is what TFLOP/s fall by.
+    """
+    return [
+        f"{OURS} {_but_length(long)}: at {long.length} tokens a query-key pair takes {factor:.2f} times what "
+        f"it does at {short.length}"
+        for points in over_lengths(rows).values()
+        for (short, before), (long, row) in itertools.pairwise(points)
+        if long.length >= LONG and (factor := before["tflops"] / row["tflops"]) > GROWTH
+    ]
+
+
 def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None:
-    """Draws TFLOP/s of jax_r2p over the length, by mask and head dim, and windows over their byte floor.
+    """Draws TFLOP/s of jax_r2p over the length, by mask and heads, and windows over their byte floor.
 
     Args:
       rows: Those of jax_r2p that were timed are drawn.
@@ -364,35 +409,30 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: matplotlib knows no such format, or a case is not in the tables of workloads.
+      ValueError: matplotlib knows no such format.
     """
     from matplotlib.figure import Figure
 
-    lines: dict[tuple[str, int, bool], list[tuple[Workload, Row]]] = {}
-    for row in rows:
-        if row["impl"] == OURS and "ms" in row:
-            [w] = select(row["case"])
-            w = dataclasses.replace(w, training=row.get("pass") == "training")
-            lines.setdefault((w.name.partition("_")[0], w.head_dim, w.training), []).append((w, row))
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    lines = over_lengths(rows)
+    figure = Figure(figsize=(13, 6), layout="constrained")
     speed, floor = figure.subplots(1, 2)
-    styles = {64: ":", 128: "-", 256: "--"}
-    colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(mask for mask, *_ in lines))}
-    for (mask, head_dim, training), points in sorted(lines.items()):
-        points = sorted(points, key=lambda point: point[0].length)
-        lengths = [w.length for w, _ in points]
+    first = [points[0][0] for points in lines.values()]
+    colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(w.mask for w in first))}
+    markers = dict(zip(dict.fromkeys(_heads(w) for w in first), itertools.cycle("osv^D*PX"), strict=False))
+    for name, points in lines.items():
+        w = points[0][0]
         panels = [(speed, [row["tflops"] for _, row in points])]
-        if mask.startswith("local"):
+        if w.window is not None:
             panels.append((floor, [w.byte_floor_ms() / row["ms"] for w, row in points]))
         for axes, heights in panels:
             axes.plot(
-                lengths,
+                [w.length for w, _ in points],
                 heights,
-                label=f"{mask}, d{head_dim}" + (", training" if training else ""),
-                color=colors[mask],
-                linestyle=styles.get(head_dim, "-."),
-                marker="s" if training else "o",
-                markersize=4,
+                label=name,
+                color=colors[w.mask],
+                linestyle="--" if w.training else "-",
+                marker=markers[_heads(w)],
+                markersize=5,
             )
     for axes, label in ((speed, "TFLOP/s (visible pairs only)"), (floor, "byte floor / time")):
         axes.set_xscale("log", base=2)
@@ -400,7 +440,7 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         if axes.get_lines():
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=7, ncols=2)
     floor.set_ylim(0, 1)
     if rows:
         device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))

@@ -228,13 +228,32 @@ WORKLOADS = (
     _row("causal", 192, 8192, value_head_dim=128),
 )
 
+SOME_LENGTHS = (512, 8192, 32_768, 131_072)
+ALL_LENGTHS = (512, 2048, *SOME_LENGTHS[1:])
+
 LENGTHS = tuple(
-    _row(kind, head_dim, length)
-    for kind in ("full", "causal", "local256")
-    for head_dim in (64, 128, 256)
-    for length in (512, 2048, 8192, 32_768, 131_072)
+    _row(kind, head_dim, length, value_head_dim=value_head_dim)
+    for kind, head_dim, value_head_dim, lengths in (
+        *((kind, head_dim, None, ALL_LENGTHS) for kind in ("full", "causal") for head_dim in (64, 128, 256)),
+        *((kind, head_dim, None, SOME_LENGTHS) for kind in ("full", "causal") for head_dim in (96, 192)),
+        *((kind, 192, 128, SOME_LENGTHS) for kind in ("full", "causal")),
+        *(("local64", head_dim, None, ALL_LENGTHS) for head_dim in (64, 128)),
+        *(("local256", head_dim, None, ALL_LENGTHS) for head_dim in (64, 128, 256)),
+    )
+    for length in lengths
 )
 """How a mask and a head dim behave over lengths: `--cases lengths`, drawn by `--plot-lengths`."""
+
+TUNING = (
+    *(_row("full", head_dim, 8192) for head_dim in (96, 192)),
+    _row("full", 192, 8192, value_head_dim=128),
+    *(_row(kind, head_dim, 8192) for head_dim in (96, 192, 256) for kind in ("local64", "local256")),
+    *(_row(kind, 192, 8192, value_head_dim=128) for kind in ("local64", "local256")),
+)
+"""Calls of the forward kernels that no call of `WORKLOADS` runs, for `benchmarks/tune.py`."""
+
+TABLE = {w.name: w for w in (*WORKLOADS, *LENGTHS, *TUNING)}
+"""All of them by name, in the order of the tables. Some are in two, and the same there."""
 
 HEADLINE = ("causal_d128_s8192", "full_d128_s8192", "causal_d64_s8192", "local64_d128_s8192")
 """A quick run: `--cases headline`."""
@@ -263,7 +282,6 @@ def select(names: str) -> tuple[Workload, ...]:
     Raises:
       ValueError: A name is in no table.
     """
-    known = {w.name: w for w in (*WORKLOADS, *LENGTHS)}
     groups = {
         "all": [w.name for w in WORKLOADS],
         "headline": HEADLINE,
@@ -271,11 +289,11 @@ def select(names: str) -> tuple[Workload, ...]:
         "lengths": [w.name for w in LENGTHS],
     }
     wanted = groups.get(names) or names.split(",")
-    if unknown := [name for name in wanted if name not in known]:
+    if unknown := [name for name in wanted if name not in TABLE]:
         raise ValueError(
-            f"must be {', '.join(groups)}, or some of {', '.join(known)}; got {', '.join(unknown)!r}"
+            f"must be {', '.join(groups)}, or some of {', '.join(TABLE)}; got {', '.join(unknown)!r}"
         )
-    return tuple(w for name, w in known.items() if name in wanted)
+    return tuple(w for name, w in TABLE.items() if name in wanted)
 
 
 def shrink(w: Workload, factor: int) -> Workload:

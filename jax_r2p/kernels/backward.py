@@ -1,12 +1,15 @@
 """Flash-attention backward for SM90: the cotangents of query, key and value from those of out and residual.
 
-One CTA owns `tile_n` keys of one head of key and value, 64 for each consumer warpgroup, and goes through the
-query tiles that see them, for every query head that shares the keys. Scores are computed transposed, S^T = K
-Q^T: a thread then holds its weights P^T and their cotangents dS^T in the registers in which the matmuls dV +=
-P^T dO and dK += dS^T Q take them, and a row of its tile is one key, whose bounds in queries `mask.py` turns
-into predicates as it does in the forward pass. Only dS goes through shared memory, for dQ = dS K; those tiles
-are added in fp32 in global memory by the bulk copy unit, which needs no thread. When all is added that
-belongs to a head, two warps that have no other task turn its sums into rows.
+One CTA owns `tile_n` keys of one head of key and value, and goes through the query tiles that see them, for
+every query head that shares the keys. Scores are computed transposed, S^T = K Q^T: a thread then holds its
+weights P^T and their cotangents dS^T in the registers in which the matmuls dV += P^T dO and dK += dS^T Q take
+them, and a row of its tile is one key, whose bounds in queries `mask.py` turns into predicates as it does in
+the forward pass. Only dS goes through shared memory, for dQ = dS K; those tiles are added in fp32 in global
+memory by the bulk copy unit, which needs no thread. When all is added that belongs to a head, two warps that
+have no other task turn its sums into rows.
+
+A consumer warpgroup has 64 of the keys. Where heads are wide both have the same ones and divide the columns
+of dK and dV; then weights, too, go through shared memory.
 
     P = exp2(S * scale * log2(e) - lse),   dS = P * (dP - delta),   dP = dO V^T
 
@@ -14,9 +17,10 @@ with lse in base 2 and delta = sum(dO * out) of a row less the cotangent of its 
 there, or sees no key, comes with lse = +inf and delta = 0, so that its weights are 0.
 
 Within a step the matmuls are ordered so that one always runs under the arithmetic of another: dP under the
-exponentials, dV under the computation of dS, dK under the write of dQ and, where registers suffice, until the
-next step's scores are there. With `delay_dquery` dQ is that of the step before, whose dS is there by then:
-warpgroups do not wait for each other, and one computes while another multiplies.
+exponentials, dV under the computation of dS (unless weights go through shared memory), dK under the write of
+dQ and, where registers suffice, until the next step's scores are there. With `delay_dquery` dQ is that of the
+step before, whose dS is there by then: warpgroups do not wait for each other, and one computes while another
+multiplies.
 
 The method is FlashAttention-2's and -3's (Dao, 2023; Shah et al., 2024).
 """
@@ -48,8 +52,8 @@ DQ_COLUMNS = 64
 DQ_PART = WARPGROUP_ROWS * DQ_COLUMNS
 """Elements of dQ that it hands over at a time."""
 
-FINISHED = 4
-TURNS = 8
+FINISHED_OFFSET = 4
+TURNS_OFFSET = 8
 """Marks of a slot, each an int32: how many CTAs have added to all of its heads so far; from these offsets in
 bytes on, how many have finished their tiles of them, and, for each query tile, how many blocks have added to
 it."""
@@ -172,7 +176,7 @@ class AttentionBackward(AttentionKernel):
         super().__init__(config)
         self.config = config
         self.dout_stages = config.dout_stages
-        self.consumers = self.warpgroups * WARPGROUP
+        self.consumer_threads = self.warpgroups * WARPGROUP
         # Warpgroups share out keys, each with all columns of dK and dV; or, where these are too many for its
         # registers, columns, and then the queries of the scores, which all of them need.
         self.split_columns = config.split_columns
@@ -228,13 +232,13 @@ class AttentionBackward(AttentionKernel):
         query, dquery and dout: (batch, query_length, heads, head_dim or value_head_dim); key, dkey:
         (kv_batch, key_length, kv_heads, head_dim); value, dvalue: likewise, value_head_dim wide. sums:
         float32, zeros, for each slot and query tile the tile_m * head_dim sums of a tile, in the order of
-        `store_dquery`. marks: address of (slots, 2 + tiles) int32, zeros: see TURNS. lse, delta: float32,
-        tile_m for each (batch, head, query tile). scale, dquery_factor: one float32 each. query_lengths,
-        key_lengths: addresses of an int32 for each batch of the query, or 0. group: query heads of a key
-        head. kv_repeat, kv_inner: batch b of the query uses batch b // (kv_repeat * kv_inner) * kv_inner + b
-        % kv_inner of key and value. slots, lag: see `finish`; together: see `block`. deterministic: 0
-        for sums in any order. ctas: one for each block of keys, and for those of `lag` times `together` heads
-        more.
+        `store_dquery`. marks: address of (slots, 2 + tiles) int32, zeros: see TURNS_OFFSET. lse, delta:
+        float32, tile_m for each (batch, head, query tile). scale, dquery_factor: one float32 each.
+        query_lengths, key_lengths: addresses of an int32 for each batch of the query, or 0. group: query
+        heads of a key head. kv_repeat, kv_inner: batch b of the query uses batch b // (kv_repeat * kv_inner)
+        * kv_inner + b % kv_inner of key and value. slots, lag: see `finish`; together: see `block`.
+        deterministic: 0 for sums in any order. ctas: one for each block of keys, and for those of `lag` times
+        `together` heads more.
         """
         by_length = [1, 3, 2, 0]
         q, k, v, do, dk, dv = (
@@ -433,13 +437,15 @@ class AttentionBackward(AttentionKernel):
             for atom in (q_atom, k_atom, v_atom, do_atom, dk_atom, dv_atom):
                 cpasync.prefetch_descriptor(atom)
 
+        consumer_warps = self.consumer_threads // WARP
+
         # One warp produces; one lane of every consuming warp says that a stage is free.
         def make_pipeline(barriers: Any, stages: int, size: int) -> Any:
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // WARP),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
                 tx_count=size,
                 defer_sync=True,
             )
@@ -456,7 +462,7 @@ class AttentionBackward(AttentionKernel):
         if warp_index == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(DS_STAGES):
-                    cute.arch.mbarrier_init(storage.ds_barriers.data_ptr() + stage, self.consumers // WARP)
+                    cute.arch.mbarrier_init(storage.ds_barriers.data_ptr() + stage, consumer_warps)
                 for number in cutlass.range_constexpr(finishing):
                     cute.arch.mbarrier_init(storage.chunk_barriers.data_ptr() + number, 1)
         pipeline.pipeline_init_arrive()
@@ -593,7 +599,7 @@ class AttentionBackward(AttentionKernel):
         tiles = cute.ceil_div(schedule.query_shape[0], self.tile_m)
         return Slot(
             tile=slot * tiles,
-            marks=marks + Int64(slot) * (TURNS + 4 * tiles),
+            marks=marks + Int64(slot) * (TURNS_OFFSET + 4 * tiles),
             uses=heads_before * self.block_count(schedule),
         )
 
@@ -685,10 +691,10 @@ class AttentionBackward(AttentionKernel):
             work, visited = self.locate(schedule, block, sharer)
             slot = self.slot(schedule, marks, block, sharer)
             # Also where there is no step: what it says below must not be taken for the head's before.
-            self.await_count(slot.marks + FINISHED, slot.uses)
+            self.await_count(slot.marks + FINISHED_OFFSET, slot.uses)
             for step in cutlass.range(visited.stop - visited.start, unroll=1):
                 tile = visited.start + step
-                turn_mark = slot.marks + TURNS + Int64(tile) * 4
+                turn_mark = slot.marks + TURNS_OFFSET + Int64(tile) * 4
                 if schedule.deterministic != 0:
                     before = (
                         blocks.last_block(
@@ -835,7 +841,7 @@ class AttentionBackward(AttentionKernel):
                     if schedule.deterministic != 0:
                         cute.arch.inline_ptx(
                             "st.global.s32 [{$r0}], {$r1};",
-                            read_only_args=[slot.marks + TURNS + Int64(tile) * 4, Int32(0)],
+                            read_only_args=[slot.marks + TURNS_OFFSET + Int64(tile) * 4, Int32(0)],
                         )
                     if step + self.config.finish_stages < steps:
                         source = own_sums + self.chunk_place(block, count, step + self.config.finish_stages)
@@ -845,7 +851,7 @@ class AttentionBackward(AttentionKernel):
                 cute.arch.inline_ptx("fence.proxy.async;")
                 cute.arch.barrier(barrier_id=Barrier.FINISHED, number_of_threads=FINISH_WARPS * WARP)
                 if warp_number == 0:
-                    self.count_up(slot.marks + FINISHED)
+                    self.count_up(slot.marks + FINISHED_OFFSET)
 
     def chunk_place(self, block: Block, count: Int32, step: Int32) -> Int64:
         """Where in a head's sums the chunks of a step are."""
@@ -926,7 +932,7 @@ class AttentionBackward(AttentionKernel):
         pipelines: Pipelines,
         schedule: Schedule,
     ):
-        """Compute dK and dV of 64 keys, and the dQ tiles of every step together with the other warpgroup."""
+        """Compute dK and dV of 64 keys, or half their columns; with the other warpgroup each step's dQ."""
         s_queries, s_keys, s_values, s_douts, s_ds, s_weights = shared
         s_lse, s_delta = statistics
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -1009,7 +1015,7 @@ class AttentionBackward(AttentionKernel):
                     cute.copy(save, save.retile(registers.weights_rounded), own_weights[None, None, None, 0])
                     warpgroup.wait_group(0)
                 else:
-                    self.issue_from_registers(
+                    self.issue_sum(
                         matmuls.dvalue,
                         registers.dvalue,
                         registers.weights,
@@ -1027,9 +1033,9 @@ class AttentionBackward(AttentionKernel):
                 else:
                     cute.copy(save, save.retile(registers.ds_rounded), own_ds[None, None, None, parity])
                     cute.arch.fence_view_async_shared()
-                    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
+                    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumer_threads)
                 if cutlass.const_expr(self.split_columns):
-                    self.issue_from_shared(
+                    self.issue_sum(
                         matmuls.dvalue,
                         registers.dvalue,
                         operands.weights[None, None, None, 0],
@@ -1048,14 +1054,14 @@ class AttentionBackward(AttentionKernel):
                     pipelines.dout.consumer_release(do_state)
                     do_state.advance()
                 if cutlass.const_expr(self.split_columns):
-                    self.issue_from_shared(
+                    self.issue_sum(
                         matmuls.dkey,
                         registers.dkey,
                         operands.ds[None, None, None, parity],
                         operands.queries_by_row[None, None, None, q_next.index],
                     )
                 else:
-                    self.issue_from_registers(
+                    self.issue_sum(
                         matmuls.dkey,
                         registers.dkey,
                         registers.ds,
@@ -1103,7 +1109,7 @@ class AttentionBackward(AttentionKernel):
                 self.store_dquery(registers.dquery, s_dquery, wg, thread)
 
         # The other warpgroup has read this one's keys, whose place dK takes.
-        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumer_threads)
         for i in cutlass.range_constexpr(cute.size(registers.dkey)):
             registers.dkey[i] = registers.dkey[i] * scale
         self.store_part(matmuls.dkey, registers.dkey, s_keys, dkey, self.own_columns, block, wg, thread)
@@ -1202,7 +1208,7 @@ class AttentionBackward(AttentionKernel):
     def issue(self, matmuls: tuple, acc: Any, frag_a: Any, frag_b: Any) -> None:
         """Start acc = A B, both in shared memory."""
         overwrite, accumulate = matmuls
-        acc.fill(0.0)
+        acc.fill(0.0)  # overwritten; but else the compiler keeps what it held before, and d64 spills
         warpgroup.fence()
         for k in range(cute.size(frag_a.shape[2])):
             cute.gemm(
@@ -1210,10 +1216,10 @@ class AttentionBackward(AttentionKernel):
             )
         warpgroup.commit_group()
 
-    def issue_from_shared(self, matmul: Any, acc: Any, frag_a: Any, frag_b: Any) -> None:
-        """Start acc += A B, both in shared memory."""
+    def issue_sum(self, matmul: Any, acc: Any, frag_a: Any, frag_b: Any) -> None:
+        """Start acc += A B, with A in shared memory or in registers."""
         warpgroup.fence()
-        for k in range(cute.size(frag_a.shape[2])):
+        for k in range(cute.size(frag_b.shape[2])):
             cute.gemm(matmul, acc, frag_a[None, None, k], frag_b[None, None, k], acc)
         warpgroup.commit_group()
 
@@ -1228,13 +1234,6 @@ class AttentionBackward(AttentionKernel):
             operands.ds_by_row[None, None, None, stage],
             operands.keys_by_row[None, None, None, tile],
         )
-
-    def issue_from_registers(self, matmul: Any, acc: Any, registers: Any, frag_b: Any) -> None:
-        """Start acc += A B, with A in registers."""
-        warpgroup.fence()
-        for k in range(cute.size(frag_b.shape[2])):
-            cute.gemm(matmul, acc, registers[None, None, k], frag_b[None, None, k], acc)
-        warpgroup.commit_group()
 
     def is_masked(self, tile: Int32, visited: blocks.QueryRange) -> Any:
         """Whether a bound or the end of the keys crosses a query tile."""
@@ -1316,7 +1315,7 @@ class AttentionBackward(AttentionKernel):
             self.clear(s_keys.iterator, self.tile_n, self.head_dim, first)
             self.clear(s_values.iterator, self.tile_n, self.value_head_dim, first)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumer_threads)
 
     @cute.jit
     def clear_rows(
@@ -1334,7 +1333,7 @@ class AttentionBackward(AttentionKernel):
             first = blocks.maximum(work.query_length - tile * self.tile_m, 0)
             self.clear(s_rows[None, None, stage].iterator, self.tile_m, width, first)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumers)
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=self.consumer_threads)
 
     @cute.jit
     def clear(self, tile: cute.Pointer, rows: cutlass.Constexpr, width: cutlass.Constexpr, first: Int32):
@@ -1345,8 +1344,9 @@ class AttentionBackward(AttentionKernel):
         for box in cutlass.range_constexpr(width // box_columns(width)):
             start = box * rows * box_words + first * box_words
             count = (rows - first) * box_words
-            for step in cutlass.range((count - thread + self.consumers - 1) // self.consumers, unroll=1):
-                words[start + step * self.consumers + thread] = Uint32(0)
+            steps = (count - thread + self.consumer_threads - 1) // self.consumer_threads
+            for step in cutlass.range(steps, unroll=1):
+                words[start + step * self.consumer_threads + thread] = Uint32(0)
 
     def store_part(
         self,

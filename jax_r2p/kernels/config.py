@@ -97,10 +97,8 @@ class ForwardConfig:
       stages: depth of the key and of the value pipeline, in blocks.
       min_blocks: CTAs that must fit on an SM together; bounds registers and shared memory.
       producer_registers, consumer_registers: what `setmaxnreg` gives a thread of each role.
-      ping_pong: consumer warpgroups take turns at issuing matmuls, so that one's softmax runs under
-        another's.
       own_blocks: a warpgroup computes only the key blocks that its own rows see, and not all that its tile
-        does. Warpgroups then have blocks of different number, so they cannot take turns.
+        does. Warpgroups then have blocks of different number, so they do not take turns.
       early_scores: the first scores of the next tile are computed under the end of this one. Needs the
         query in registers or `query_stages=2`.
       rescale_late: what has been summed of O shrinks to a block's new maximum under the scores of the next
@@ -131,7 +129,6 @@ class ForwardConfig:
     min_blocks: int = 1
     producer_registers: int
     consumer_registers: int
-    ping_pong: bool = True
     own_blocks: bool = False
     early_scores: bool = False
     rescale_late: bool = False
@@ -157,8 +154,6 @@ class ForwardConfig:
             raise ValueError("early_scores is for own_blocks=False and out_in_query=False")
         if self.early_scores and not self.query_in_registers and self.query_stages < 2:
             raise ValueError("early_scores needs the query in registers, or query_stages=2")
-        if self.own_blocks and self.ping_pong:
-            raise ValueError("own_blocks needs ping_pong=False: turns are for equal numbers of blocks")
         if self.out_in_query and (self.query_in_registers or self.head_dim != self.value_head_dim):
             raise ValueError(
                 f"out_in_query needs query rows that stay in shared memory and are as wide as out, got "
@@ -179,6 +174,11 @@ class ForwardConfig:
     def consumer_warpgroups(self) -> int:
         """Warpgroups that compute; one more feeds them."""
         return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether warpgroups take turns at issuing matmuls, so that one's softmax runs under another's."""
+        return self.consumer_warpgroups > 1 and not self.own_blocks
 
     @property
     def threads(self) -> int:

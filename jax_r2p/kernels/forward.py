@@ -1,11 +1,12 @@
 """Flash-attention forward for SM90: TMA producer, WGMMA consumers, online softmax in fp32, R2P masks.
 
-One CTA computes `tile_m` query rows of one head. Warpgroup 0 is the producer: one of its warps keeps the
-key and value pipelines full by TMA. Each other warpgroup owns 64 query rows, with its own query tile,
-accumulators and store; only key and value blocks are shared. Blocks are visited from the last to the first,
-so that the masked ones near the diagonal come first, and each kind of block has its own loop: what no mask
-crosses pays for none. With `own_blocks` a warpgroup passes on those blocks of its tile of which its own rows
-see nothing: windows then need no small CTAs, each of which would load the keys of its neighbours again.
+A CTA computes one tile after another, `tile_m` query rows of one head. Warpgroup 0 is the producer: one of
+its warps keeps the key and value pipelines full by TMA. Each other warpgroup owns 64 query rows, with its own
+query tile, accumulators and store; only key and value blocks are shared. Blocks are visited from the last to
+the first, so that the masked ones near the diagonal come first, and each kind of block has its own loop: what
+no mask crosses pays for none. With `own_blocks` a warpgroup passes on those blocks of its tile of which its
+own rows see nothing: windows then need no small CTAs, each of which would load the keys of its neighbours
+again.
 
 Inside a warpgroup the matmul S = Q K^T of a block is in flight together with O += P V of the block before,
 and softmax runs under the latter; between warpgroups, `ping_pong` lets one issue matmuls while another does
@@ -124,7 +125,7 @@ class AttentionForward(AttentionKernel):
         """Fix everything that is static."""
         super().__init__(config)
         self.config = config
-        self.ping_pong = config.ping_pong and self.warpgroups > 1
+        self.ping_pong = config.ping_pong
         self.query_slots = self.warpgroups * config.query_stages
 
     # Host side -------------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class AttentionForward(AttentionKernel):
                 cpasync.prefetch_descriptor(atom)
 
         # One warp produces; one lane of every consuming warp says that a stage is free. The stages of the
-        # query pipeline are the warpgroups, each of which consumes its own.
+        # query pipeline are the warpgroups of one or two tiles, each of which consumes its own.
         def make_pipeline(barriers: Any, stages: int, warps: int, tile: tuple[int, int]) -> Any:
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
@@ -391,7 +392,7 @@ class AttentionForward(AttentionKernel):
         Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU, or, where there is much
         work, to some times as many. Causal ones are not equal, but a section's first and its last are
         together as long as its second and its last but one: the first `paired_tiles` are dealt out in such
-        pairs to as many CTAs as fit. Each of the others has a CTA of its own, which the GPU starts where one
+        pairs, as above. Each of the others has a CTA of its own, which the GPU starts where one
         has ended.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -489,7 +490,7 @@ class AttentionForward(AttentionKernel):
 
     @cute.jit
     def produce(self, query: tuple, key: tuple, value: tuple, pipelines: Pipelines, schedule: Schedule):
-        """Load every tile's query rows, then keys and values, each key block ahead of the values before it.
+        """Load every tile's last keys, its query rows, then each key block ahead of the values before it.
 
         Run by one whole warp: a TMA copy elects its issuing lane itself. The loads of a tile begin as soon as
         stages are free, under the end of the tile before.
