@@ -14,7 +14,6 @@ from jax_r2p.aot.compile import BuildError, CompiledVariant, compile_variants
 from jax_r2p.aot.variants import VariantRow
 from jax_r2p.bench.workloads import Workload
 from jax_r2p.cli.output import progress
-from jax_r2p.kernels.config import WARPGROUP_ROWS
 
 
 def compile_into(
@@ -23,7 +22,7 @@ def compile_into(
     """Compiles kernels, as many at once as there are processors, and writes those that compile to `folder`.
 
     Args:
-      folder: Where to; what it held before goes.
+      folder: Where to; what it held before goes, unless nothing compiles.
       rows: What to compile.
       skip_failures: Whether a kernel that cannot be built is left out, in place of ending the build.
 
@@ -49,7 +48,8 @@ def compile_into(
                 advance(name)
             finished = failed.keys() | {done.variant.name for done in compiled}
             todo = [row for row in todo if row.name not in finished]
-    output.write(folder, compiled, keep_others=False)
+    if compiled:
+        output.write(folder, compiled, keep_others=False)
     return compiled, failed
 
 
@@ -72,7 +72,6 @@ def with_tile(row: VariantRow, tile_m: int, tile_n: int, ctas: int, suffix: str,
         tile_m=tile_m,
         tile_n=tile_n,
         min_blocks=ctas,
-        ping_pong=tile_m > WARPGROUP_ROWS and not row.config.own_blocks,
         **config,
     )
     return dataclasses.replace(row, config=changed, suffix=row.suffix + suffix)

@@ -1,14 +1,16 @@
 """Find the tiles of a forward kernel: compile candidates here, time them on a GPU host, print the table.
 
-    python benchmarks/tune.py build DIR --variant fwd_bf16_d128_causal      needs no GPU
+    python benchmarks/tune.py build DIR --variant fwd_bf16_d128_causal [--with stages=3]     needs no GPU
     python benchmarks/tune.py run DIR --out rows.jsonl --commit $(git rev-parse HEAD)
     python benchmarks/tune.py show rows.jsonl [--markdown]
 
 `build` goes through all combinations of tile_m, tile_n, CTAs on an SM and place of the query, says of each
 that cannot fit why, by arithmetic and before compiling it, and compiles the others into one folder, on all
-processors. `run` times them in turns, with the shipped kernel, on every workload of `jax-r2p bench` that has
+processors. In all else they are as the shipped kernel, but for what `--with` sets in all of them. `run` times
+them in turns, with the shipped kernel, on every workload of `jax-r2p bench`, and of a few more, that has
 these head dims and this mask, also on those for whose length another kernel is chosen. The table names each
-candidate as in `jax_r2p/aot/variants.py`. Backward kernels have other choices and are not for it.
+candidate as in `jax_r2p/aot/variants.py`. Backward kernels have other choices and are not for it, nor are
+those of fp16, which cost the same: the workloads are bf16.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import bundle
 
-from jax_r2p._manifest import FILE_NAME, parse_manifest
+from jax_r2p._manifest import FILE_NAME, Variant, parse_manifest
 from jax_r2p.aot.variants import FORWARD, VariantRow
 from jax_r2p.bench import workloads
 from jax_r2p.cli.output import print_table, progress
@@ -37,22 +39,56 @@ MOST_CONSUMER_REGISTERS = 240
 OTHER_REGISTERS = 24
 """What a consumer thread needs besides its tiles: addresses, barriers, row sums. No kernel did with fewer."""
 
+CHOICES = {
+    "stages": int,
+    "query_stages": int,
+    "out_in_query": bool,
+    "own_blocks": bool,
+    "early_scores": bool,
+    "rescale_late": bool,
+    "skip_rescale": bool,
+}
+"""Fields of `ForwardConfig` that `--with` sets."""
 
-def candidate(base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_registers: bool) -> VariantRow | str:
-    """The kernel with other tiles and as many registers as there are; or why it cannot fit, with the sums."""
+TUNED = {name: row for name, row in FORWARD.items() if row.config.dtype == "bf16"}
+"""Kernels that have candidates, by name."""
+
+CASES = (*workloads.WORKLOADS, *workloads.TUNING)
+"""What candidates are timed on."""
+
+
+def candidate(
+    base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_registers: bool, **choices: Any
+) -> VariantRow | str:
+    """The kernel with other tiles and as many registers as there are; or why it cannot fit, with the sums.
+
+    Args:
+      base: What is changed.
+      tile_m: Query rows.
+      tile_n: Keys of a block.
+      ctas: Thread blocks that share an SM.
+      in_registers: Where the query is, else in shared memory.
+      **choices: What else is not as in `base`, of `CHOICES`.
+    """
+    suffix = "".join(
+        f"_{'' if value else 'no_'}{name}" if CHOICES[name] is bool else f"_{name}{value}"
+        for name, value in choices.items()
+    )
     warpgroups = tile_m // WARPGROUP_ROWS
     threads = WARPGROUP * (warpgroups + 1)
     pool = REGISTER_FILE // (threads * ctas) // 8 * 8 * (warpgroups + 1)
     consumer = min((pool - LEAST_PRODUCER_REGISTERS) // warpgroups // 8 * 8, MOST_CONSUMER_REGISTERS)
     producer = min((pool - consumer * warpgroups) // 8 * 8, consumer)
+    tile = f"_{tile_m}x{tile_n}x{ctas}{'q' if in_registers else 's'}"
+    choices = {"out_in_query": base.config.out_in_query and not in_registers} | choices
     try:
         row = bundle.with_tile(
             base,
-            *(tile_m, tile_n, ctas, f"_{tile_m}x{tile_n}x{ctas}{'q' if in_registers else 's'}"),
+            *(tile_m, tile_n, ctas, suffix + tile),
             producer_registers=producer,
             consumer_registers=consumer,
             query_in_registers=in_registers,
-            out_in_query=base.config.out_in_query and not in_registers,
+            **choices,
         )
     except ValueError as error:
         return str(error)
@@ -69,18 +105,24 @@ def candidate(base: VariantRow, tile_m: int, tile_n: int, ctas: int, in_register
     return row
 
 
-def candidates(base: VariantRow) -> Iterator[tuple[str, VariantRow | str]]:
+def candidates(base: VariantRow, **choices: Any) -> Iterator[tuple[str, VariantRow | str]]:
     """Every combination, with a name, and the kernel or the reason against it."""
     for tile_m, tile_n, ctas, in_registers in itertools.product(TILES_M, TILES_N, CTAS, (True, False)):
         place = "registers" if in_registers else "shared memory"
         name = f"{tile_m} x {tile_n}, {ctas} CTAs an SM, query in {place}"
-        yield name, candidate(base, tile_m, tile_n, ctas, in_registers)
+        yield name, candidate(base, tile_m, tile_n, ctas, in_registers, **choices)
+
+
+def served(variant: Variant, cases: Iterable[workloads.Workload]) -> list[workloads.Workload]:
+    """The workloads that a kernel can run."""
+    shape = (variant.head_dim, variant.value_head_dim, variant.mask)
+    return [w for w in cases if (w.head_dim, w.value_head_dim, bundle.mask_of(w)) == shape]
 
 
 def build(options: argparse.Namespace) -> int:
     """Compiles what fits."""
     base = FORWARD[options.variant]
-    found = dict(candidates(base))
+    found = dict(candidates(base, **dict(options.choices)))
     rows = {name: row for name, row in found.items() if isinstance(row, VariantRow)}
     if options.only:
         rows = {name: row for name, row in rows.items() if any(row.name.endswith(x) for x in options.only)}
@@ -88,6 +130,8 @@ def build(options: argparse.Namespace) -> int:
     compiled, failed = bundle.compile_into(options.folder, list(rows.values()), skip_failures=True)
     rejected += [[name, failed[row.name]] for name, row in rows.items() if row.name in failed]
     print_table("not timed", ["candidate", "why"], rejected, left=2)
+    if not compiled:
+        raise SystemExit(f"no kernel was built, {options.folder} is as it was")
     print(f"{len(compiled)} kernels in {options.folder}")
     return 0
 
@@ -98,32 +142,34 @@ def run(options: argparse.Namespace) -> int:
 
     names = [v.name for v in parse_manifest((options.folder / FILE_NAME).read_text("utf-8")).variants]
     variants = bundle.register(options.folder)
-    first = variants[names[0]]
     shipped = max((name for name in FORWARD if names[0].startswith(name)), key=len)
-    served = [
-        w
-        for w in workloads.select(options.cases)
-        if (w.head_dim, w.value_head_dim, bundle.mask_of(w))
-        == (first.head_dim, first.value_head_dim, first.mask)
-    ]
+    cases = served(variants[names[0]], options.cases)
+    if not cases:
+        got = ", ".join(w.name for w in options.cases)
+        raise SystemExit(
+            f"--cases must have a workload with the head dims and the mask of {shipped}, got {got}"
+        )
     about = environment.describe(options.commit)
-    with progress("samples", len(served) * (len(names) + 1) * (options.rounds + 1)) as advance:
-        for seed, w in enumerate(served):
+    with progress("samples", len(cases) * (len(names) + 1) * (options.rounds + 1)) as advance:
+        for seed, w in enumerate(cases):
             import jax
 
             inputs = measure.input_sets(w, seed)
             functions = {name: jax.jit(bundle.call(w, variants[name])) for name in (shipped, *names)}
             errors = {name: measure.relative_error(f, w, inputs[0]) for name, f in functions.items()}
+            several = w.calls > 1
             taken = measure.alternate(
-                functions,
-                inputs,
+                {name: measure.in_one_program(f, w.calls) if several else f for name, f in functions.items()},
+                [tuple(inputs)] if several else inputs,
                 rounds=options.rounds,
                 sample_seconds=options.sample_ms / 1e3,
+                calls_each=w.calls,
                 advance=lambda now=w.name: advance(now),
             )
             rows = [
                 {
                     **report.timed_row(w, name, s.median(), s.total, relative_error=errors[name]),
+                    "calls_each": w.calls,
                     "shipped": name == shipped,
                     **about,
                 }
@@ -169,6 +215,35 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _variant(text: str) -> str:
+    """An argument that is a forward kernel of bf16."""
+    if text not in TUNED:
+        raise argparse.ArgumentTypeError(
+            f"must be a forward kernel of bf16, as the workloads are: {', '.join(TUNED)}; got {text!r}"
+        )
+    return text
+
+
+def _choice(text: str) -> tuple[str, int | bool]:
+    """An argument that is a field of `CHOICES` and its value."""
+    name, _, value = text.partition("=")
+    kind = CHOICES.get(name)
+    if kind is bool and value in ("true", "false"):
+        return name, value == "true"
+    if kind is int and value.isdecimal() and int(value) > 0:
+        return name, int(value)
+    fields = [f"{name}={'true|false' if kind is bool else 'NUMBER'}" for name, kind in CHOICES.items()]
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(fields)}; got {text!r}")
+
+
+def _cases(text: str) -> tuple[workloads.Workload, ...]:
+    """An argument that names workloads."""
+    try:
+        return workloads.select(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -178,13 +253,28 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("build")
     command.add_argument("folder", type=Path)
     command.add_argument(
-        "--variant", required=True, metavar="NAME", choices=list(FORWARD), help="a forward kernel"
+        "--variant", required=True, metavar="NAME", type=_variant, help="a forward kernel of bf16"
+    )
+    command.add_argument(
+        "--with",
+        dest="choices",
+        metavar="FIELD=VALUE",
+        type=_choice,
+        action="append",
+        default=[],
+        help=f"set in every candidate, and in its name; may be repeated. Fields: {', '.join(CHOICES)}",
     )
     command.add_argument("--only", nargs="+", metavar="SUFFIX", help="ends of names, e.g. 128x128x1q")
     command.set_defaults(do=build)
     command = commands.add_parser("run")
     bundle.add_run_arguments(command, 9)
-    command.add_argument("--cases", default="all", help="workloads of `jax-r2p bench`, separated by commas")
+    command.add_argument(
+        "--cases",
+        type=_cases,
+        default=CASES,
+        metavar="NAMES",
+        help="workloads of `jax-r2p bench`, separated by commas (default: all, and those of other kernels)",
+    )
     command.add_argument("--sample-ms", type=float, default=30.0)
     command.set_defaults(do=run)
     command = commands.add_parser("show")

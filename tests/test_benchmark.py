@@ -66,6 +66,9 @@ def test_table_of_workloads():
     assert len(names) == len(set(names))
     assert set(workloads.HEADLINE) <= set(names)
     assert len(workloads.select("training")) == len(workloads.TRAINING) == 10
+    for w in (*workloads.WORKLOADS, *workloads.LENGTHS, *workloads.TUNING):
+        assert workloads.TABLE[w.name] == w  # those of one name are the same
+    assert not {w.name for w in workloads.TUNING} & set(names)
     assert workloads.MATMUL_WITH in workloads.TRAINING
     for w in workloads.WORKLOADS:
         assert w.heads % w.kv_heads == 0
@@ -503,10 +506,66 @@ def test_plot_over_the_length(tmp_path):
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+def _ours(tflops):
+    """Rows of jax_r2p, by the speed of each case."""
+    timed = ((workloads.TABLE[case], speed) for case, speed in tflops.items())
+    return [report.timed_row(w, "jax_r2p", w.flops() / speed / 1e9, []) for w, speed in timed]
+
+
+def test_calls_that_differ_in_length_only():
+    """Others are lines of their own, the shortest first; programs of several calls are in none."""
+    rows = _ours({w.name: 500.0 for w in workloads.WORKLOADS})[::-1]
+    rows += [dict(row, **{"pass": "training"}) for row in rows if row["case"] == "causal_d128_s8192"]
+    rows += [dict(rows[0], case="of another table"), dict(rows[0], impl="xla")]
+    lines = {
+        name: [w.length for w, _ in points]
+        for name, points in report.over_lengths(rows).items()
+        if name.startswith("causal")
+    }
+    assert lines == {
+        "causal, d64": [8192],
+        "causal, d96": [8192],
+        "causal, d128": [113, 384, 512, 2048, 8192, 16_384],
+        "causal, d128, 8 heads a key head": [8192],
+        "causal, d192": [8192],
+        "causal, d192v128": [8192],
+        "causal, d256": [8192],
+        "causal, d128, training": [8192],
+    }
+    lines = report.over_lengths(_ours({w.name: 500.0 for w in workloads.LENGTHS}))
+    assert len(lines) == 2 * 6 + 2 + 3
+    assert [w.name for w, _ in lines["window (64, 0), d64"]] == [
+        f"local64_d64_s{length}" for length in (512, 2048, 8192, 32_768, 131_072)
+    ]
+
+
+def test_time_follows_the_arithmetic():
+    """A pair may take a tenth more than at the length before; not of short lengths, nor of other calls."""
+
+    def rows(calls, *tflops):
+        names = (f"{calls}_s{length}" for length in (512, 2048, 8192, 32_768, 131_072))
+        return _ours(dict(zip(names, tflops, strict=True)))
+
+    assert report.growth(rows("causal_d128", 500.0, 400.0, 600.0, 550.0, 501.0)) == []
+    slow = rows("causal_d128", 500.0, 400.0, 600.0, 500.0, 520.0)
+    note = "jax_r2p causal, d128: at 32768 tokens a query-key pair takes 1.20 times what it does at 8192"
+    assert report.growth(slow) == [note]
+    assert report.notes(slow) == [note]
+    others = _ours({"causal_gqa8_d128_s8192": 9.0, "causal_d192_s8192": 6.0, "causal_d192v128_s8192": 3.0})
+    assert report.growth([*others, *slow]) == [note]
+    assert report.growth([dict(row, impl="xla") for row in slow]) == []
+    # Windows too: their pairs grow with the length, not with its square.
+    windows = rows("local64_d128", 50.0, 90.0, 60.0, 60.0, 60.0)
+    assert [line.partition(":")[0] for line in report.growth(windows)] == ["jax_r2p window (64, 0), d128"]
+
+
 def test_lengths():
-    """Each mask and head dim at each length; longer ones than the tokens of the others are one sequence."""
+    """Each kernel's mask and head dims; longer ones than the tokens of the others are one sequence."""
     cases = workloads.select("lengths")
-    assert len(cases) == 3 * 3 * 5
+    assert len(cases) == len(workloads.LENGTHS) == (2 * 3 + 2 + 3) * 5 + 2 * 3 * 4
+    shipped = {(v.head_dim, v.value_head_dim) for v in load_manifest().variants if v.role == "forward"}
+    for mask in ("full", "causal"):
+        assert {(w.head_dim, w.value_head_dim) for w in cases if w.mask == mask} == shipped
     assert {w.batch * w.length for w in cases} == {workloads.TOKENS, 131_072}
     [w] = workloads.select("full_d128_s131072")
     # Four arrays of 131072 x 2048 in bf16 and a float32 a row and head, at 4.3 TB/s.

@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
 # Test and time the wheel in dist/ on a machine with a Hopper GPU, JAX and pytest, and no package registry.
 #
-# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: doctor tests sanitize bench training cold ablation
-#                                                    default: all, in this order, but ablation
+# usage: tools/run_on_gpu_host.sh OUT [STEP...]      steps: doctor tests sanitize bench training cold lengths
+#                                                           ablation tune
+#                                                    default: all, in this order, but lengths, ablation and tune
 #
 #   OUT            folder for logs and rows: summary.json, doctor.log, tests.log, tests.xml, sanitize.log, bench.jsonl,
-#                  bench.log, bench.png, training.jsonl, training.log, cold.jsonl, ablation.jsonl, counters.jsonl
+#                  bench.log, bench.png, training.jsonl, training.log, cold.jsonl, lengths.jsonl, lengths.log,
+#                  lengths.png, ablation.jsonl, counters.jsonl, tune.jsonl, tune.log
 #   WHEEL=path     the wheel, else the one in dist/
 #   COMMIT=hash    what the wheel was built from, recorded in every row; else that of the checkout
 #   WORKERS=6      test processes that share the GPU
 #   TESTS="..."    more arguments for pytest, e.g. "-k lengths"
 #   CASES=, IMPLS= what the step bench times (jax-r2p bench --help)
 #   TRAINING_CASES=, TRAINING_IMPLS=   and the step training
+#   LENGTHS_CASES=, LENGTHS_IMPLS=     and the step lengths; it times jax_r2p alone if nothing is said
 #   ABLATION=dir   folder that `benchmarks/ablation.py build` made; with it there is a step `ablation`
+#   TUNE=dir       folder that `benchmarks/tune.py build` made, for the step `tune`
+#   TUNE_ARGS=     more arguments for `benchmarks/tune.py run`, e.g. "--cases causal_d128_s8192"
 #   PEERS=dir      folder with rivals' packages, put behind the wheel on PYTHONPATH, for the benchmark only
-#   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_TRAINING, LIMIT_COLD   seconds a step may take
+#   LIMIT_TESTS, LIMIT_SANITIZE, LIMIT_BENCH, LIMIT_TRAINING, LIMIT_COLD, LIMIT_LENGTHS, LIMIT_ABLATION, LIMIT_TUNE
+#                  seconds a step may take
 #
 # The wheel is installed without its dependencies into a temporary folder. Tests and benchmarks are copied away from the
 # checkout, so that nothing can import the source tree by accident; where `jax_r2p` came from is checked.
@@ -112,6 +118,9 @@ step training "${LIMIT_TRAINING:-300}" "$out/training.log" \
   --cases "${TRAINING_CASES:-training}" --impls "${TRAINING_IMPLS:-default}"
 step cold "${LIMIT_COLD:-120}" /dev/stdout \
   "$python" -P -m jax_r2p bench --cold --out "$out/cold.jsonl" --commit "$commit"
+step lengths "${LIMIT_LENGTHS:-540}" "$out/lengths.log" \
+  "$python" -P -m jax_r2p bench --out "$out/lengths.jsonl" --plot-lengths "$out/lengths.png" --commit "$commit" \
+  --cases "${LENGTHS_CASES:-lengths}" --impls "${LENGTHS_IMPLS:-jax_r2p}"
 
 ablation() {
   local ncu=${NCU:-$(command -v ncu || ls /usr/local/cuda*/bin/ncu 2>/dev/null | head -1)}
@@ -123,6 +132,15 @@ ablation() {
 export -f ablation
 export out commit ABLATION=${ABLATION:+$(cd "$root" && realpath "$ABLATION")}
 step ablation "${LIMIT_ABLATION:-400}" "$out/ablation.log" bash -c ablation
+
+tune() {
+  [[ -n ${TUNE:-} ]] || { echo "TUNE must name the folder of kernels"; return 1; }
+  "$python" benchmarks/tune.py run "$TUNE" --out "$out/tune.jsonl" --commit "$commit" ${TUNE_ARGS:-} &&
+    "$python" benchmarks/tune.py show "$out/tune.jsonl"
+}
+export -f tune
+export TUNE=${TUNE:+$(cd "$root" && realpath "$TUNE")}
+step tune "${LIMIT_TUNE:-540}" "$out/tune.log" bash -c tune
 
 failed=0
 {

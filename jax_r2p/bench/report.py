@@ -413,14 +413,15 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
     """
     from matplotlib.figure import Figure
 
-    lines = over_lengths(rows)
+    lines = sorted(
+        over_lengths(rows).items(), key=lambda line: (line[1][0][0].mask, line[1][0][0].head_dim, line[0])
+    )
     figure = Figure(figsize=(13, 6), layout="constrained")
     speed, floor = figure.subplots(1, 2)
-    first = [points[0][0] for points in lines.values()]
+    first = [points[0][0] for _, points in lines]
     colors = {mask: f"C{i}" for i, mask in enumerate(dict.fromkeys(w.mask for w in first))}
     markers = dict(zip(dict.fromkeys(_heads(w) for w in first), itertools.cycle("osv^D*PX"), strict=False))
-    for name, points in lines.items():
-        w = points[0][0]
+    for (name, points), w in zip(lines, first, strict=True):
         panels = [(speed, [row["tflops"] for _, row in points])]
         if w.window is not None:
             panels.append((floor, [w.byte_floor_ms() / row["ms"] for w, row in points]))
@@ -439,8 +440,8 @@ def plot_lengths(rows: Sequence[Row], file: Path | IO[bytes], kind: str) -> None
         axes.set_xlabel("length, tokens")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
-        if axes.get_lines():
-            axes.legend(fontsize=7, ncols=2)
+    if lines:
+        figure.legend(*speed.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     floor.set_ylim(0, 1)
     if rows:
         device, date, commit = (str(rows[0].get(key, "")) for key in ("device", "date", "commit"))
