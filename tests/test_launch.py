@@ -325,7 +325,7 @@ def test_causal_thread_blocks(process: StubProcess, query: Any, key: Any, ctas: 
 
 
 def test_the_sanitizer_sees_every_kernel_and_pairs_of_all_causal_ones(process: StubProcess, monkeypatch):
-    """In what tools/sanitize_cases.py runs."""
+    """In what tools/sanitize_cases.py runs; pairs in bfloat16."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the file does
     cases = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "sanitize_cases.py"))
     seen, paired = set(), set()
@@ -342,7 +342,7 @@ def test_the_sanitizer_sees_every_kernel_and_pairs_of_all_causal_ones(process: S
             if number(parameters["paired_tiles"]):
                 paired.add(variant.name)
     assert seen == set(VARIANTS)
-    assert paired == {name for name in VARIANTS if name.startswith("fwd_bf16") and name.endswith("_causal")}
+    assert paired == {x.name for x in VARIANTS.values() if x.dtype == "bf16" and x.mask == "causal"}
 
 
 @pytest.mark.parametrize(

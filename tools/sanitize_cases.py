@@ -41,6 +41,8 @@ WIDE_CALLS = (
     (64, "causal", {"is_causal": True}, None, 0, (210, 3100, 2, 1)),
     (128, "window", {"local_window_size": (700, 90)}, 700, 90, (413, 901, 2, 1)),
 )
+# Enough tiles that causal ones of these kernels are in pairs, and some CTAs have two: H, and T, S, N, K.
+WIDE_PAIRS = ((64, (193, 3100, 228, 19)), (128, (130, 260, 268, 67)))
 # More heads than those that run at once, so that every backward kernel takes slots of its ring of sums again.
 RING_SIZE = (70, 600, 40, 40)
 # So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would
@@ -169,6 +171,8 @@ def forward_calls() -> Iterator[tuple[str, str, dict[str, Any], int | None, int 
                     yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
         for h, name, keywords, left, right, (t, s, n, k) in WIDE_CALLS:
             yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, h))
+    for h, (t, s, n, k) in WIDE_PAIRS:
+        yield "causal", "bfloat16", *MASKS["causal"], ((1, t, n, h), (1, s, k, h), (1, s, k, h))
 
 
 def check_forward(rng: np.random.Generator) -> int:

@@ -14,6 +14,7 @@ which the kernel writes it; otherwise a transpose would be such a copy.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import re
 import threading
@@ -89,12 +90,13 @@ def _poison(shape, dtype) -> jax.Array:
     return jax.device_put(bits.view(jnp.dtype(dtype)))
 
 
-def poisoned(function, *args, direct: bool = False):
+def poisoned(function, *args, direct: bool = False, shared_memory: bool = False):
     """jit(function)(*args) with every result written over NaN. Returns what `function` returns, on the
     device.
 
     direct: `function` does nothing but call the kernel. Then the compiled program may hold no copy, so the
       memory that was poisoned is the memory that the kernel wrote.
+    shared_memory: Leave NaN in the shared memory of every SM, too, right before the program runs.
     """
     shapes = jax.eval_shape(function, *args)
     poison = jax.tree.map(lambda x: _poison(x.shape, x.dtype), shapes)
@@ -108,6 +110,9 @@ def poisoned(function, *args, direct: bool = False):
     if direct:
         copies = re.findall(r"= \w+\[\d[^ ]* (?:copy|transpose|fusion)\(.*", compiled.as_text())
         assert not copies, f"results reach the poisoned memory through copies: {copies[:3]}"
+    if shared_memory:
+        # The widest kernel fills most. NaN of bfloat16 are NaN of float16 and, in pairs, of float32, too.
+        fill_shared_memory_with_nan(256, "bfloat16")
     written = _addresses(results := jax.block_until_ready(compiled(poison, args)))
     assert written == addresses, "a result was not written into the memory that was poisoned for it"
     return results
@@ -207,19 +212,102 @@ def fill_shared_memory_with_nan(h: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def busy_gpu() -> Iterator[None]:
-    """Keeps matmuls in flight from another thread, so that blocks start at other times and on other SMs."""
-    matmul, stop = jax.jit(lambda x: x @ x), threading.Event()
-    x = jnp.ones((1024, 1024), jnp.bfloat16)
-    jax.block_until_ready(matmul(x))
+    """Keeps kernels in flight on a stream of their own, so that blocks start at other times and on other SMs.
 
-    def busy():
-        while not stop.is_set():
-            jax.block_until_ready([matmul(x) for _ in range(20)])
-
-    thread = threading.Thread(target=busy)
-    thread.start()
+    JAX has one compute stream for each device, so work of another thread would wait for the kernel, not run
+    beside it. Fails unless kernels were launched, and all ran, while the body did.
+    """
+    spinner = _Spinner()
+    spinner.start()
     try:
+        assert spinner.running.wait(60), "no kernel has run on the second stream"
+        spinner.check()
+        before = spinner.launches
         yield
+        launches = spinner.launches - before
     finally:
-        stop.set()
-        thread.join()
+        spinner.stop.set()
+        spinner.join(60)
+    spinner.check()
+    assert not spinner.is_alive(), "kernels on the second stream do not end"
+    assert launches > 0, "no kernel has run on the second stream beside the body"
+
+
+_SPIN = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry spin(.param .u64 cycles)
+{
+    .reg .pred %before;
+    .reg .b64 %cycles, %first, %now;
+    ld.param.u64 %cycles, [cycles];
+    mov.u64 %first, %clock64;
+again:
+    mov.u64 %now, %clock64;
+    sub.u64 %now, %now, %first;
+    setp.lt.u64 %before, %now, %cycles;
+    @%before bra again;
+    ret;
+}
+"""
+
+_SPIN_SHARED_MEMORY = 192 << 10
+"""Of 227 KiB that an SM has for blocks: none of ours fits beside a block of this kernel."""
+
+
+class _Spinner(threading.Thread):
+    """Launches kernels of 8 to 64 blocks that hold their SMs for 20 to 200 microseconds."""
+
+    def __init__(self) -> None:
+        # What hangs must not keep the process from ending.
+        super().__init__(name="second stream", daemon=True)
+        self.stop, self.running = threading.Event(), threading.Event()
+        self.launches = 0
+        self._error: AssertionError | AttributeError | OSError | None = None
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except (AssertionError, AttributeError, OSError) as error:
+            self._error = error
+        finally:
+            self.running.set()
+
+    def _run(self) -> None:
+        cuda = ctypes.CDLL("libcuda.so.1")
+
+        def call(name: str, *arguments) -> None:
+            status = cuda[name](*arguments)
+            assert status == 0, f"{name} of the second stream failed: CUDA error {status}"
+
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuInit", 0)
+        call("cuDeviceGet", ctypes.byref(device), 0)  # as JAX's first device
+        # The context that JAX uses: kernels of two contexts would take turns.
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        with contextlib.ExitStack() as undo:
+            undo.callback(call, "cuDevicePrimaryCtxRelease_v2", device)
+            call("cuCtxSetCurrent", context)
+            undo.callback(call, "cuCtxSetCurrent", ctypes.c_void_p())
+            call("cuModuleLoadData", ctypes.byref(module), _SPIN)
+            undo.callback(call, "cuModuleUnload", module)
+            call("cuModuleGetFunction", ctypes.byref(function), module, b"spin")
+            call("cuFuncSetAttribute", function, 8, _SPIN_SHARED_MEMORY)  # the most dynamic shared memory
+            call("cuStreamCreate", ctypes.byref(stream), 1)  # waits for no other stream
+            undo.callback(call, "cuStreamDestroy_v2", stream)
+            rng = np.random.default_rng(0)
+            while not self.stop.is_set():
+                for _ in range(4):  # and no more in the queue, so that it is soon empty
+                    cycles = ctypes.c_uint64(int(rng.integers(40_000, 400_000)))
+                    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(cycles))
+                    sizes = (int(rng.integers(8, 65)), 1, 1, 32, 1, 1, _SPIN_SHARED_MEMORY)
+                    call("cuLaunchKernel", function, *sizes, stream, parameters, None)
+                call("cuStreamSynchronize", stream)
+                self.launches += 4
+                self.running.set()

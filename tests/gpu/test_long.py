@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import kernel
+from harness import Call, kernel
 from numerics import Problem, bounds, expected
 from numerics import check as compare
 
@@ -62,6 +64,34 @@ def test_more_than_two_billion_elements(n, k):
         compare(o, r, want, name=name)
     assert not np.isnan(np.asarray(jnp.sum(residual))), "every row has a residual"
     assert not bool(jnp.any(jnp.isnan(out)))
+
+
+@pytest.mark.slow
+def test_more_than_two_billion_elements_without_a_window():
+    """In each array, of short sequences, which keep it fast: equal inputs give equal results everywhere.
+
+    Inputs repeat with a prime period, so a wrapped offset lands on other numbers.
+    """
+    t, n, h, period = 260, 8, 128, 7
+    b = (2**31 // (t * n * h) // period + 1) * period
+    call = Call(t=t, b=period, n=n, k=n, h=h)
+    p = call.problem()
+    repeat = jax.jit(lambda x: jnp.tile(x, (b // period, 1, 1, 1)))
+    arrays = [repeat(x) for x in (p.query, p.key, p.value)]
+    assert arrays[0].size > 2**31
+
+    @jax.jit
+    def others_are_equal(out, residual):
+        rounds = [x.reshape(b // period, period, -1) for x in (out, residual)]
+        return [jnp.all(x == x[:1]) for x in rounds]
+
+    for mask in ({}, {"is_causal": True}):
+        results = jax.jit(lambda *a, mask=mask: kernel(*a, **mask))(*arrays)
+        assert all(map(bool, others_are_equal(*results))), f"{mask}: results of equal inputs differ"
+        out, residual = (np.asarray(x[:period]) for x in results)
+        del results  # or else the next are beside them
+        want = dataclasses.replace(call, **mask).problem()
+        compare(out, np.swapaxes(residual, 1, 2), expected([want])[0], name=str(mask))
 
 
 @pytest.mark.slow

@@ -20,11 +20,20 @@ CALLS = [
     for h, dtype in ((128, "bfloat16"), (64, "float16"))
     for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
 ]
-# Several tiles for each CTA, in the variants whose out tile lies where the next query rows go.
+# Several tiles for each CTA of an H200; so many that causal ones are dealt out in pairs (`MakeSchedule` in
+# ffi/forward.cc).
 CALLS += [
-    Call(t=1000, b=4, n=16, k=4, h=h, **mask)
-    for h in (192, 256)
+    Call(t=1000, b=6, n=16, k=4, h=h, hv=hv, **mask)
+    for h, hv in ((96, 96), (192, 192), (192, 128), (256, 256))
     for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
+]
+# Also in the causal kernels for few keys and for many, and in the one for wide windows.
+CALLS += [
+    Call(t=1000, b=6, n=16, k=16, h=64, is_causal=True),
+    Call(t=1000, s=3100, b=6, n=16, k=4, h=64, is_causal=True),
+    Call(t=250, b=20, n=16, k=16, h=128, is_causal=True),
+    Call(t=1000, b=6, n=16, k=4, h=128, is_causal=True),
+    Call(t=1000, b=6, n=16, k=4, h=128, window=(800, 0)),
 ]
 
 
@@ -52,7 +61,7 @@ def test_fifty_runs_are_bit_equal(call):
 
 @pytest.mark.parametrize("call", CALLS[1:3], ids=str)
 def test_bit_equal_while_the_gpu_is_busy(call):
-    """Another thread keeps matmuls in flight, so blocks start at other times and on other SMs."""
+    """Kernels of a second stream hold some SMs, so blocks start at other times and on other SMs."""
     f, arrays, _ = _compiled(call)
     want = _bits(f(*arrays))
     with busy_gpu():

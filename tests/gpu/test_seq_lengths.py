@@ -31,6 +31,14 @@ T, S = 401, 420  # two tiles of 192 rows and a partial one; three blocks of 128 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 QUERY_LENGTHS = (*EDGES, 384, 385, T - 1, T)
 KEY_LENGTHS = (*EDGES, 319, 320, 321, 384, 385, S)
+OTHER_WIDTHS = ((96, 96), (192, 192), (192, 128), (256, 256))
+# Causal calls so long or short, and windows so wide, that they have kernels of their own. Blocks of 128 keys
+# are where they are for S.
+OTHER_SPANS = {
+    "long causal": {"h": 64, "s": S + 2688, "is_causal": True},
+    "short causal": {"h": 128, "s": 255, "is_causal": True},
+    "wide window": {"h": 128, "s": S + 512, "window": (700, 90)},
+}
 
 kernels = pytest.mark.parametrize(
     ("dtype", "h", "mask"), [(d, h, m) for d in DTYPES for h in (64, 128) for m in MASKS]
@@ -61,6 +69,25 @@ def check(calls) -> None:
     check_results(calls, problems, run(calls, problems), expected(problems))
 
 
+def filled_beyond(p, bad: float):
+    """The problem with a bad value in queries, keys and values beyond the lengths."""
+    dirty = dataclasses.replace(p, **{x: getattr(p, x).copy() for x in ("query", "key", "value")})
+    for b in range(len(p.query)):
+        t, s = p.lengths(b)
+        dirty.query[b, t:] = bad
+        dirty.key[b, s:] = bad
+        dirty.value[b, s:] = bad
+    return dirty
+
+
+def check_and_fill(calls) -> None:
+    """As `check`, and with NaN beyond the lengths, where rows are repaired whose last block has some."""
+    problems = [call.problem() for call in calls]
+    dirty = [filled_beyond(p, np.nan) for p in problems]
+    results = run([*calls, *calls], [*problems, *dirty])
+    check_results([*calls, *calls], [*problems, *dirty], results, expected(problems) * 2)
+
+
 @kernels
 @pytest.mark.parametrize("given", ["query", "key", "both"])
 def test_lengths(dtype, h, mask, given):
@@ -81,6 +108,30 @@ def test_lengths_see_exactly_their_keys(h, mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("h", "hv"), OTHER_WIDTHS)
+def test_lengths_of_other_widths(h, hv, mask):
+    fill_shared_memory_with_nan(h, "bfloat16")
+    call = Call(t=T, s=S, b=20, n=2, h=h, hv=hv, **pairs(20, 3), **MASKS[mask])
+    check_and_fill([dataclasses.replace(call, dtype=dtype) for dtype in DTYPES])
+    check_visible_keys([dataclasses.replace(call, n=1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OTHER_SPANS)
+def test_lengths_where_rows_see_many_keys_or_few(name, dtype):
+    """Lengths of few blocks, and of all but few."""
+    some = {"t": T, "b": 20, "dtype": dtype, **OTHER_SPANS[name]}
+    fill_shared_memory_with_nan(some["h"], dtype)
+    calls = []
+    for more in sorted({0, max(some["s"] - S, 0)}):
+        lengths = pairs(20, more)
+        lengths["kv_lengths"] = tuple(more + x for x in lengths["kv_lengths"])
+        calls.append(Call(n=2, **lengths, **some))
+    check_and_fill(calls)
+    check_visible_keys([dataclasses.replace(call, n=1) for call in calls])
+
+
+@pytest.mark.parametrize("mask", MASKS)
 def test_equal_lengths_around_tiles(mask):
     """Self-attention over padded sequences: the most common use."""
     lengths = tuple(range(0, T + 1, 13))
@@ -96,9 +147,11 @@ def test_equal_lengths_around_tiles(mask):
 def test_decoding(t, mask):
     """A few queries against caches of different fill."""
     lengths = (0, 1, 2, 3, 100, 128, 129, 1000, 2048)
-    calls = [
-        Call(t=t, s=2048, b=len(lengths), n=8, k=2, h=h, kv_lengths=lengths, **MASKS[mask]) for h in (64, 128)
-    ]
+    some = {"t": t, "b": len(lengths), **MASKS[mask]}
+    calls = [Call(s=2048, n=8, k=2, h=h, kv_lengths=lengths, **some) for h in (64, 128)]
+    calls += [Call(s=2048, h=h, hv=hv, kv_lengths=lengths, **some) for h, hv in OTHER_WIDTHS]
+    # Causal calls have another kernel then.
+    calls.append(Call(s=3100, h=64, kv_lengths=(*lengths[:-2], 3072, 3100), **some))
     check(calls)
 
 
@@ -120,12 +173,7 @@ def test_what_lies_beyond_never_matters(dtype, h, mask, bad):
     """NaN or infinity in queries, keys and values beyond the lengths: as if they held anything else."""
     call = Call(t=T, s=S, b=40, n=4, k=2, h=h, dtype=dtype, **pairs(40, 1), **MASKS[mask])
     clean = call.problem()
-    dirty = dataclasses.replace(clean, **{x: getattr(clean, x).copy() for x in ("query", "key", "value")})
-    for b in range(call.b):
-        t, s = clean.lengths(b)
-        dirty.query[b, t:] = bad
-        dirty.key[b, s:] = bad
-        dirty.value[b, s:] = bad
+    dirty = filled_beyond(clean, bad)
     check_results([call], [dirty], run([call], [dirty]), expected([clean]))
 
 
@@ -235,12 +283,14 @@ def seconds(function, *args) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["query_seq_lengths", "key_value_seq_lengths"])
-@pytest.mark.parametrize("mask", [{}, {"is_causal": True}], ids=["none", "causal"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"local_window_size": (8192, 0)}], ids=["none", "causal", "window"]
+)
 def test_what_lies_beyond_takes_no_time(mask, which):
     """128 of 16384: blocks beyond a length are not visited, or else it would take as long as with all.
 
-    With a causal mask 128 keys are seen by the last 128 queries alone. Half leaves room for the other test
-    processes on the GPU.
+    With a causal mask or the window 128 keys are seen by the last 128 queries alone. Half leaves room for the
+    other test processes on the GPU.
     """
     x = jnp.zeros((1, 16384, 32, 64), jnp.bfloat16)
     function = jax.jit(lambda x, n: kernel(x, x, x, **mask, **{which: n}))
