@@ -7,14 +7,15 @@ others:
 
     split     `jit` over sharded arrays, `shard_map` and `pmap`: results of one GPU, and nothing is sent
     share     the time that all GPUs take for their shares, against one GPU alone with one share
-    ring      `ring_attention`: the results of one GPU
+    ring      `ring_attention`: the results of one GPU, where it can hold them
     overlap   its time against the same work without transfers, and against contiguous shards
     last      arrays on the last GPU alone, two threads on two GPUs, the CUDA context of the calling thread
     graphs    CUDA graphs on and off, from the first call on, in processes of their own
     train     `examples/train_gpt.py` on one GPU and on all; only with --train
 
 A row is written as soon as it is known. It has `what`, `ok` (true or false, or null where nothing is judged),
-numbers, and what it was measured with. The exit status is 0 only if no row is false. `--size tiny` takes
+numbers, and what it was measured with. What cannot be done with so many devices, or in the time, has a row
+with the reason, `skipped`. The exit status is 0 only if no row is false. `--size tiny` takes
 seconds on CPU devices (`XLA_FLAGS=--xla_force_host_platform_device_count=2`); times are not judged there.
 """
 
@@ -39,7 +40,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink, which not every host allows
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of their own share the GPUs
@@ -63,9 +64,28 @@ MOST_EXPOSED = 1.10
 MOST_LOSS_APART = 0.05
 """Losses of two runs in bfloat16 that differ only in the order of their sums came up to 0.03 apart."""
 
-COLLECTIVES = re.compile(
-    r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
-)
+MOST_ERROR = 1e-2
+"""Of what may be summed up in another order, in bfloat16."""
+
+CHILD_SECONDS = 150
+"""A process of its own may take no longer. What is under way at the limit has as long, and some more."""
+
+COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "recv",
+    "reduce-scatter",
+    "send",
+}
+HOPS = {"collective-permute", "recv", "send"}
+"""What XLA makes of a transfer to the next device."""
+
+# %name = shape opcode(. What follows may be names of the user's, so only the first on a line counts.
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?\S+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 GRAPHS = {
     "on": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
     "off": "--xla_gpu_enable_command_buffer=",
@@ -81,9 +101,8 @@ class Size:
     kv_heads: int
     width: int
     check_length: int
-    batch: int  # of a device
     length: int
-    ring_totals: tuple[int, ...]  # whole sequences that one GPU computes too
+    shares: tuple[tuple[int, int], ...]  # sequences of a device, calls in one program; the first in all ways
     rings: tuple[tuple[int, int], ...]  # tokens of a device, heads; the most telling first
     judged: int  # tokens of a device from which transfers have to be hidden
     replays: int
@@ -98,9 +117,8 @@ SIZES = {
         kv_heads=8,
         width=128,
         check_length=1024,
-        batch=4,
         length=8192,
-        ring_totals=(8192, 32768),
+        shares=((1, 8), (4, 2)),
         rings=((32768, 16), (8192, 16), (131072, 2)),
         judged=32768,
         replays=20,
@@ -113,9 +131,8 @@ SIZES = {
         kv_heads=4,
         width=8,
         check_length=16,
-        batch=1,
         length=32,
-        ring_totals=(64,),
+        shares=((1, 2),),
         rings=((32, 4),),
         judged=32,
         replays=3,
@@ -195,10 +212,20 @@ def _short(values: dict[str, Any]) -> str:
     )
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Returns the next multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def opcodes(program: Any) -> list[str]:
+    """Returns what the instructions of a program do; for x-start, which begins x, it is x."""
+    return [name.removesuffix("-start") for name in INSTRUCTION.findall(program.as_text())]
+
+
 def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """Returns the program for these arguments, and which collectives it has."""
     program = (function if hasattr(function, "lower") else jax.jit(function)).lower(*args).compile()
-    return program, sorted(COLLECTIVES.findall(program.as_text()))
+    return program, sorted(name for name in opcodes(program) if name in COLLECTIVES)
 
 
 def pullback(attend: Callable[..., Array]) -> Callable[..., Any]:
@@ -214,21 +241,32 @@ def compare(got: Any, want: Any) -> dict[str, Any]:
         x = x.reshape(y.shape)
         equal &= x.tobytes() == y.tobytes()
         x, y = x.astype(np.float32), y.astype(np.float32)
-        errors.append(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)))
-    return {"equal_bits": bool(equal), "relative_error": max(errors)}
+        errors.append(float(np.linalg.norm(x - y)) / max(float(np.linalg.norm(y)), 1e-30))
+    return {"equal_bits": bool(equal), "relative_error": float(np.max(errors))}  # NaN if one is
 
 
-def times(run: Run, functions: dict[str, Callable[[], Any]], rounds: int | None = None) -> dict[str, float]:
-    """Returns the median milliseconds of each; all run in turns."""
-    samples = measure.alternate(
+def times(
+    run: Run,
+    functions: dict[str, Callable[[], Any]],
+    rounds: int | None = None,
+    calls_each: int = 1,
+    settle_seconds: float = 0.0,
+) -> dict[str, measure.Samples]:
+    """Returns what each took in milliseconds a call; all run in turns."""
+    return measure.alternate(
         functions,
         [()],
         rounds=rounds or run.size.rounds,
         sample_seconds=run.size.sample_seconds,
+        calls_each=calls_each,
         warm_up_seconds=0.2 if run.on_gpu else 0.0,
-        settle_seconds=0.2 if run.on_gpu else 0.0,
+        settle_seconds=settle_seconds if run.on_gpu else 0.0,
     )
-    return {name: sample.median() for name, sample in samples.items()}
+
+
+def medians(samples: dict[str, measure.Samples]) -> dict[str, float]:
+    """Returns the milliseconds of each."""
+    return {name: round(sample.median(), 4) for name, sample in samples.items()}
 
 
 # Sharded batch and heads.
@@ -239,7 +277,8 @@ BATCH, HEADS, BOTH = P("x"), P(None, None, "x"), P("x", None, "y")
 def split(run: Run) -> None:
     """Results of all devices together are those of one."""
     size, count = run.size, run.count
-    whole = run.inputs(2 * count, size.check_length, size.heads, size.kv_heads)
+    kv_heads = round_up(size.kv_heads, count)
+    whole = run.inputs(2 * count, size.check_length, size.heads // size.kv_heads * kv_heads, kv_heads)
     attend = functools.partial(run.attend, deterministic=True)
     for name, function in (("forward", lambda q, k, v, _: attend(q, k, v)), ("gradient", pullback(attend))):
         want = jax.device_get(jax.jit(function)(*whole))
@@ -251,63 +290,109 @@ def split(run: Run) -> None:
                 program, sent = compiled(transformed, *args)
                 found = compare(program(*args), want)
                 # XLA for CPU may sum up smaller arrays in another order.
-                same = found["equal_bits"] if run.on_gpu else found["relative_error"] < 1e-2
+                same = found["equal_bits"] if run.on_gpu else found["relative_error"] < MOST_ERROR
                 run.record(f"split: {how}, {name}", same and not sent, collectives=sent, **found)
 
-        meshes = {"batch": ((count,), BATCH)}
-        if size.kv_heads % count == 0:
-            meshes["heads"] = ((count,), HEADS)
-        if count % 2 == 0 and count > 2:
-            meshes["batch and heads"] = ((2, count // 2), BOTH)
-        for how, (shape, spec) in meshes.items():
-            placed = jax.device_put(whole, NamedSharding(run.mesh(shape), spec))
+        for how, shape, spec in (
+            ("batch", (count,), BATCH),
+            ("heads", (count,), HEADS),
+            ("batch and heads", (2, count // 2), BOTH),
+        ):
+            if how == "batch and heads" and (count % 2 or count == 2):
+                reason = f"{count} devices cannot be split both ways"
+                for kind in ("jit", "shard_map"):
+                    run.record(f"split: {kind}, {how}, {name}", None, skipped=reason)
+                continue
+            mesh = run.mesh(shape)
+            placed = jax.device_put(whole, NamedSharding(mesh, spec))
             check(f"jit, {how}", lambda *args, f=function: f(*args), placed)
-        mapped = jax.shard_map(function, mesh=run.mesh(), in_specs=(BATCH,) * 4, out_specs=BATCH)
-        check("shard_map, batch", mapped, jax.device_put(whole, NamedSharding(run.mesh(), BATCH)))
-        stacked = [np.asarray(x).reshape(count, 2, *x.shape[1:]) for x in whole]
-        check("pmap", jax.pmap(function), jax.pmap(lambda *args: args)(*stacked))
+            mapped = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+            check(f"shard_map, {how}", mapped, placed)
+        check("pmap", jax.pmap(function), stacked([x.reshape(count, 2, *x.shape[1:]) for x in whole]))
+
+
+def stacked(arrays: Sequence[Any]) -> list[Array]:
+    """Returns arrays for `pmap`: each device has what is at its place of the first dimension."""
+    return list(jax.pmap(lambda *args: args)(*(np.asarray(x) for x in arrays)))
+
+
+def in_turn(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Returns a function of as many calls, so that devices do not wait for the host between them.
+
+    The first result of each, out or the query's gradient, is the query of the next. All others are returned,
+    so nothing can be left out.
+    """
+
+    def chain(query: Array, *others: Array) -> list[Array]:
+        results = []
+        for _ in range(calls):
+            query, *rest = jax.tree.leaves(function(query, *others))
+            results += rest
+        return [query, *results]
+
+    return chain
 
 
 def share(run: Run) -> None:
     """All devices at once take as long as the slowest of them does alone."""
-    size, count = run.size, run.count
 
     def forward(query: Array, key: Array, value: Array, _: Array) -> Array:
         return run.attend(query, key, value)
 
-    alone = [
-        run.inputs(
-            size.batch, size.length, size.heads, size.heads, sharding=jax.sharding.SingleDeviceSharding(d)
-        )
-        for d in run.devices
-    ]
-    for how, spec in (("batch", BATCH), ("heads", HEADS)):
-        batch, heads = (
-            (size.batch * count, size.heads) if how == "batch" else (size.batch, size.heads * count)
-        )
-        sharded = run.inputs(batch, size.length, heads, heads, sharding=NamedSharding(run.mesh(), spec))
+    for batch, calls in run.size.shares:
         for name, function in (("forward", forward), ("gradient", pullback(run.attend))):
-            what = f"share: jit, {how}, {name}"
-            with guarded(run, what):
-                program, sent = compiled(function, *sharded)
-                ones = {
-                    f"device {i}": functools.partial(compiled(function, *args)[0], *args)
-                    for i, args in enumerate(alone)
-                }
-                ms = times(run, {**ones, "all": functools.partial(program, *sharded)})
-                slowest = max(value for key, value in ms.items() if key != "all")
-                efficiency = slowest / ms["all"]
-                good = not sent and (efficiency >= LEAST_EFFICIENCY or not run.on_gpu)
-                run.record(
-                    what,
-                    good if run.on_gpu or sent else None,
-                    efficiency=efficiency,
-                    ms={key: round(value, 4) for key, value in ms.items()},
-                    collectives=sent,
-                    batch=size.batch,
-                    length=size.length,
-                    heads=size.heads,
-                )
+            what = f"share: {batch} x {run.size.length} tokens a device"
+            if run.is_late(f"{what}, {name}"):
+                continue
+            with guarded(run, f"{what}, {name}"):
+                _share(run, what, name, function, batch, calls)
+
+
+def _share(run: Run, what: str, name: str, function: Callable[..., Any], batch: int, calls: int) -> None:
+    size, mesh, chain = run.size, run.mesh(), in_turn(function, calls)
+
+    def inputs(sharding: Any, batch: int = batch, heads: int = size.heads) -> list[Array]:
+        return run.inputs(batch, size.length, heads, heads, sharding=sharding)
+
+    alone = [inputs(jax.sharding.SingleDeviceSharding(device)) for device in run.devices]
+    by_batch = inputs(NamedSharding(mesh, BATCH), batch=batch * run.count)
+    by_heads = inputs(NamedSharding(mesh, HEADS), heads=size.heads * run.count)
+    ways: dict[str, tuple[Callable[..., Any], Sequence[Array]]] = {
+        "jit, batch": (chain, by_batch),
+        "jit, heads": (chain, by_heads),
+    }
+    if (batch, calls) == size.shares[0]:
+        mapped = jax.shard_map(chain, mesh=mesh, in_specs=(BATCH,) * 4, out_specs=BATCH)
+        ways["shard_map, batch"] = (mapped, by_batch)
+        ways["pmap"] = (jax.pmap(chain), stacked([np.stack(x) for x in zip(*alone, strict=True)]))
+
+    functions: dict[str, Callable[[], Any]] = {
+        f"device {i}": functools.partial(compiled(chain, *args)[0], *args) for i, args in enumerate(alone)
+    }
+    ones, sent = list(functions), {}
+    for how, (transformed, args) in ways.items():
+        with guarded(run, f"{what}, {how}, {name}"):
+            program, sent[how] = compiled(transformed, *args)
+            functions[how] = functools.partial(program, *args)
+    # A GPU that has idled is faster for moments, and here some idle while others run.
+    samples = times(run, functions, calls_each=calls, settle_seconds=0.2)
+    ms = medians(samples)
+    for how, collectives in sent.items():
+        efficiency = max(ms[one] for one in ones) / ms[how]
+        host_bound = [key for key in (*ones, how) if samples[key].host_bound()]
+        good = not collectives and not host_bound and efficiency >= LEAST_EFFICIENCY
+        run.record(
+            f"{what}, {how}, {name}",
+            good if run.on_gpu or collectives else None,
+            efficiency=efficiency,
+            ms={one: ms[one] for one in ones} | {"all": ms[how]},
+            host_bound=host_bound,
+            collectives=collectives,
+            batch=batch,
+            length=size.length,
+            heads=size.heads,
+            calls_in_one_program=calls,
+        )
 
 
 # A sharded sequence.
@@ -334,7 +419,7 @@ def no_transfers(copies: bool) -> Iterator[None]:
 def ring_function(run: Run, name: str, **keywords: Any) -> Callable[..., Any]:
     """Returns a new function of sharded query, key, value and cotangent: "forward" or "gradient"."""
     spec = P(None, "x")
-    implementation = "r2p" if run.on_gpu else None
+    implementation: Literal["r2p"] | None = "r2p" if run.on_gpu else None
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         return jax_r2p.ring_attention(
@@ -354,27 +439,69 @@ RING_MASKS: dict[str, dict[str, Any]] = {
 
 def ring(run: Run) -> None:
     """Results of all devices together are those of one."""
-    sharding = NamedSharding(run.mesh(), P(None, "x"))
-    for total in run.size.ring_totals:
-        whole = run.inputs(1, total, run.size.heads, run.size.kv_heads)
-        for mask, keywords in RING_MASKS.items():
-            zigzag = keywords.get("layout") == "zigzag"
-            args = [jax_r2p.to_zigzag(x, run.count, axis=1) for x in whole] if zigzag else whole
-            placed = jax.device_put(args, sharding)
-            attend = functools.partial(run.attend, is_causal=keywords.get("is_causal", False))
-            # Longer ones take their time on one GPU.
-            for name in ("forward", "gradient") if total == run.size.ring_totals[0] else ("forward",):
-                what = f"ring: {total} tokens, {mask}, {name}"
+    for length, heads in run.size.rings:
+        whole = run.inputs(1, length * run.count, heads, heads // 2)
+        for name in ("forward", "gradient"):
+
+            @functools.cache
+            def of_one(is_causal: bool, name: str = name, whole: Sequence[Array] = whole) -> Any:
+                attend = functools.partial(run.attend, is_causal=is_causal)
+                one = (lambda q, k, v, _: attend(q, k, v)) if name == "forward" else pullback(attend)
+                return jax.block_until_ready(jax.jit(one)(*whole))
+
+            for mask in RING_MASKS:
+                what = f"ring: {length} tokens a device, {mask}, {name}"
+                if run.is_late(what):
+                    continue
                 with guarded(run, what):
-                    one = (lambda q, k, v, _, f=attend: f(q, k, v)) if name == "forward" else pullback(attend)
-                    want = jax.device_get(jax.jit(one)(*whole))
-                    program, sent = compiled(ring_function(run, name, **keywords), *placed)
-                    got = jax.device_get(program(*placed))
-                    if zigzag:
-                        got = jax.tree.map(lambda x: jax_r2p.from_zigzag(x, run.count, axis=1), got)
-                    found = compare(got, want)
-                    ok = found["relative_error"] < 1e-2 and set(sent) == {"collective-permute"}
-                    run.record(what, ok, collectives=len(sent), relative_error=found["relative_error"])
+                    _ring(run, what, name, mask, whole, of_one)
+
+
+def _ring(
+    run: Run, what: str, name: str, mask: str, whole: Sequence[Array], of_one: Callable[[bool], Any]
+) -> None:
+    keywords = RING_MASKS[mask]
+    try:
+        want = of_one(keywords.get("is_causal", False))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        run.record(what, None, skipped="one device cannot hold it")
+        return
+
+    def place(arrays: Any) -> Any:
+        if keywords.get("layout") == "zigzag":
+            arrays = jax.tree.map(lambda x: jax_r2p.to_zigzag(x, run.count, axis=1), arrays)
+        return jax.device_put(arrays, NamedSharding(run.mesh(), P(None, "x")))
+
+    args = place(whole)
+    program, sent = compiled(ring_function(run, name, **keywords), *args)
+    of_all, of_part = map(float, errors(program(*args), place(want), 2 * run.count))
+    run.record(
+        what,
+        of_part < MOST_ERROR and bool(sent) and HOPS.issuperset(sent),
+        collectives=len(sent),
+        relative_error=of_all,
+        relative_error_of_a_part=of_part,
+        heads=whole[0].shape[2],
+        kv_heads=whole[1].shape[2],
+    )
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def errors(got: Any, want: Any, parts: int) -> tuple[Array, Array]:
+    """Returns the largest relative error of an array, and of one of so many parts of its tokens.
+
+    Under a causal mask the first tokens have by far the largest results, so that others hardly count in an
+    error of all. It is computed where the arrays are: a host takes seconds for long ones.
+    """
+    of_all, of_parts = [], []
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = (z.astype(jnp.float32).reshape(z.shape[0], parts, -1) for z in (x, y))
+        wrong, right = (jnp.sum(jnp.square(z), axis=(0, 2)) for z in (x - y, y))
+        of_all.append(jnp.sqrt(jnp.sum(wrong) / jnp.sum(right)))
+        of_parts.append(jnp.sqrt(jnp.max(wrong / right)))
+    return jnp.max(jnp.stack(of_all)), jnp.max(jnp.stack(of_parts))
 
 
 def overlap(run: Run) -> None:
@@ -400,21 +527,27 @@ def _overlap(
     for copies in (False, True):
         with no_transfers(copies):
             still, kept = compiled(ring_function(run, name, **keywords), *args)
-        calls = [text.as_text().count("custom-call(") for text in (program, still)]
-        if calls[0] == calls[1]:
+        calls = [opcodes(x).count("custom-call") for x in (program, still)]
+        # Else the time is over that of other work, and says nothing.
+        same_work = bool(sent) and not kept and calls[0] == calls[1]
+        if same_work:
             break
-    functions = {"ring": functools.partial(program, *args), "without": functools.partial(still, *args)}
+    functions: dict[str, Callable[[], Any]] = {
+        "ring": functools.partial(program, *args),
+        "without": functools.partial(still, *args),
+    }
     if mask == "causal zigzag":
         contiguous, _ = compiled(ring_function(run, name, is_causal=True), *args)
         functions["contiguous"] = functools.partial(contiguous, *args)
-    ms = times(run, functions, rounds)
+    ms = medians(times(run, functions, rounds))
     ratio = ms["ring"] / ms["without"]
     judged = run.on_gpu and length >= run.size.judged
     run.record(
         what,
-        ratio <= MOST_EXPOSED if judged else None,
+        same_work and ratio <= MOST_EXPOSED if judged or not same_work else None,
         over_no_transfers=ratio,
-        ms={key: round(value, 4) for key, value in ms.items()},
+        same_work=same_work,
+        ms=ms,
         collectives=[len(sent), len(kept)],
         custom_calls=calls,
         copies=copies,
@@ -461,36 +594,56 @@ def last(run: Run) -> None:
             equal = list(pool.map(work, range(2)))
         run.record("last: two threads", all(equal), equal=equal)
     with guarded(run, "last: current context"):
-        read = _current_context() if run.on_gpu else "no GPU"
-        if isinstance(read, str):
-            run.record("last: current context", None, skipped=read)
+        contexts = _contexts(run.devices)
+        if isinstance(contexts, str):
+            run.record("last: current context", None, skipped=contexts)
             return
+        read, make_current = contexts
         outcomes = []
-        plain, ours = jax.jit(lambda x: x * 2), jax.jit(function)
-        for device in run.devices:
+        for i, device in enumerate(run.devices):
             own = jax.device_put(args, device)
-            jax.block_until_ready(plain(own[0]))
-            before = read()
-            jax.block_until_ready(ours(*own))
-            outcomes.append([before, read()])
-        run.record("last: current context", all(a == b for a, b in outcomes), contexts=outcomes)
+            left = []
+            for f in (lambda query, *_: query * 2, function):
+                program, _ = compiled(f, *own)
+                make_current(run.devices[i - 1])
+                before = read()
+                jax.block_until_ready(program(*own))
+                left.append(read())
+            outcomes.append([before, *left])
+        # Plain JAX may leave the one from before or its own. The library leaves the same.
+        same = all(plain == ours for _, plain, ours in outcomes)
+        run.record("last: current context", same, before_plain_ours=outcomes)
 
 
-def _current_context() -> Callable[[], int] | str:
-    """Returns a function that reads the thread's CUDA context, 0 for none; or why there is none."""
+def _contexts(devices: Sequence[jax.Device]) -> tuple[Callable[[], int], Callable[[jax.Device], None]] | str:
+    """Returns a function that reads the thread's CUDA context and one that sets it, or why there are none.
+
+    The first gives 0 for none, the second makes current that of a device which jax uses.
+    """
+    if devices[0].platform != "gpu":
+        return "no GPU"
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return str(error)
 
+    def call(name: str, *args: Any) -> None:
+        code = getattr(library, name)(*args)
+        if code:
+            raise RuntimeError(f"{name} gives {code}")
+
     def read() -> int:
         context = ctypes.c_void_p()
-        code = library.cuCtxGetCurrent(ctypes.byref(context))
-        if code:
-            raise RuntimeError(f"cuCtxGetCurrent gives {code}")
+        call("cuCtxGetCurrent", ctypes.byref(context))
         return context.value or 0
 
-    return read
+    def make_current(device: jax.Device) -> None:
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        call("cuDeviceGet", ctypes.byref(number), device.local_hardware_id)
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # until the process ends
+        call("cuCtxSetCurrent", context)
+
+    return read, make_current
 
 
 # CUDA graphs, in a process of its own for each setting.
@@ -503,7 +656,11 @@ def graphs(run: Run) -> None:
         command = [sys.executable, __file__, "--child", "--size", _name_of(run.size)]
         flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), flags)))
         done = subprocess.run(
-            command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=150
+            command,
+            env={**os.environ, "XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+            timeout=CHILD_SECONDS,
         )
         if done.returncode:
             raise RuntimeError(f"exit status {done.returncode}: {done.stderr[-2000:]}")
@@ -587,30 +744,47 @@ def train(run: Run) -> None:
     All wait for the slowest in every step, so its speed alone is what each of them can have.
     """
     # 65536 tokens for each GPU and step: with half as many, sums of gradients are 2 % of a step.
-    per_device = 32 if run.on_gpu else 2
+    per_device = round_up(32 if run.on_gpu else 2, run.count)  # all of them split it for the curve
     every = tuple(range(run.count))
-    alone = [train_on(run, (device,), per_device) for device in every]
-    of_one, speeds = alone[0][0], [speed for _, speed in alone]
-    of_all, _ = train_on(run, every, per_device)
-    _, full_speed = train_on(run, every, per_device * run.count)
-    if of_one.keys() != of_all.keys() or not of_one:
-        raise RuntimeError(f"curves with other steps: {sorted(of_one)}, {sorted(of_all)}")
-    apart = max(abs(of_one[step] - of_all[step]) for step in of_one)
-    last = max(of_one)
-    run.record(
-        "train: loss curve",
-        apart <= MOST_LOSS_APART,
-        most_apart=apart,
-        last_losses=[of_one[last], of_all[last]],
-        steps=last,
-    )
-    efficiency = full_speed / min(speeds) / run.count
-    run.record(
-        "train: tokens a second and device",
-        efficiency >= LEAST_EFFICIENCY if run.on_gpu else None,
-        tokens_per_second={"alone": speeds, "all": full_speed},
-        efficiency=efficiency,
-    )
+    alone = [((device,), per_device) for device in every]
+    split_up, full = (every, per_device), (every, per_device * run.count)
+    results: dict[tuple[tuple[int, ...], int], tuple[dict[int, float], float]] = {}
+
+    def all_ran(what: str, *runs: tuple[tuple[int, ...], int]) -> bool:
+        """Whether there was time for all of these runs, each on some devices with some batch."""
+        for one in runs:
+            if one not in results:
+                if run.is_late(what):
+                    return False
+                results[one] = train_on(run, *one)
+        return True
+
+    what = "train: loss curve"
+    with guarded(run, what):
+        if all_ran(what, alone[0], split_up):
+            of_one, of_all = results[alone[0]][0], results[split_up][0]
+            if of_one.keys() != of_all.keys() or not of_one:
+                raise RuntimeError(f"curves with other steps: {sorted(of_one)}, {sorted(of_all)}")
+            apart = max(abs(of_one[step] - of_all[step]) for step in of_one)
+            last = max(of_one)
+            run.record(
+                what,
+                apart <= MOST_LOSS_APART,
+                most_apart=apart,
+                last_losses=[of_one[last], of_all[last]],
+                steps=last,
+            )
+    what = "train: tokens a second and device"
+    with guarded(run, what):
+        if all_ran(what, *alone, full):
+            speeds, full_speed = [results[one][1] for one in alone], results[full][1]
+            efficiency = full_speed / min(speeds) / run.count
+            run.record(
+                what,
+                efficiency >= LEAST_EFFICIENCY if run.on_gpu else None,
+                tokens_per_second={"alone": speeds, "all": full_speed},
+                efficiency=efficiency,
+            )
 
 
 def train_on(run: Run, devices: tuple[int, ...], batch: int) -> tuple[dict[int, float], float]:
@@ -619,16 +793,23 @@ def train_on(run: Run, devices: tuple[int, ...], batch: int) -> tuple[dict[int, 
         rows = Path(folder) / "rows.jsonl"
         script = str(ROOT / "examples" / "train_gpt.py")
         command = [sys.executable, script, *run.size.train, "--batch", str(batch), "--rows", str(rows)]
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-        if not run.on_gpu:
-            variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={len(devices)}"
+        if run.on_gpu:
+            variables = {"CUDA_VISIBLE_DEVICES": visible(devices)}
+        else:
+            variables = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={len(devices)}"}
         done = subprocess.run(
-            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=150
+            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=CHILD_SECONDS
         )
         if done.returncode:
             raise RuntimeError(f"devices {devices}, exit {done.returncode}: {done.stderr[-2000:]}")
         *curve, summary = (json.loads(line) for line in rows.read_text("utf-8").splitlines())
     return {row["step"]: row["loss"] for row in curve}, summary["tokens_per_second"]
+
+
+def visible(devices: Sequence[int]) -> str:
+    """Returns `CUDA_VISIBLE_DEVICES` for some GPUs by their numbers here, where not all may be visible."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(names[i] if names else str(i) for i in devices)
 
 
 # The program.
@@ -663,7 +844,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--parts", help="parts to run, separated by commas; all but train by default")
     parser.add_argument("--train", action="store_true", help="run the part train, too")
-    parser.add_argument("--limit", type=float, default=230, help="seconds after which no part begins")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which nothing begins")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not (options.out or options.child):
@@ -681,7 +862,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     run = Run(options)
     # What is measured has to run in kernels. On CPU none does.
-    action = "error" if run.on_gpu else "ignore"
+    action: Literal["error", "ignore"] = "error" if run.on_gpu else "ignore"
     warnings.simplefilter(action, jax_r2p.FallbackWarning)
     if options.size == "tiny":
         jax.config.update("jax_disable_most_optimizations", True)
@@ -691,7 +872,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.count < 2:
         print(f"jax must find two devices at least, got {run.devices}", file=sys.stderr)
         return 2
-    faulthandler.dump_traceback_later(options.limit + 120, exit=True)  # of a transfer that never ends
+    # Of a transfer that never ends. A process of its own may still have begun at the limit.
+    faulthandler.dump_traceback_later(options.limit + CHILD_SECONDS + 30, exit=True)
     for name in options.parts:
         if not run.is_late(name):
             with guarded(run, name):

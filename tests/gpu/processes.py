@@ -1,5 +1,5 @@
-"""What the tests of fresh processes run: `python processes.py first INDEX OUT.npz`, `... replay OUT.npz` or
-`... gradients OUT.npz` or `... exported PROGRAM.bin OUT.npz`.
+"""What the tests of fresh processes run: `python processes.py first INDEX OUT.npz`, `... replay OUT.npz`,
+`... gradients OUT.npz`, `... exported PROGRAM.bin OUT.npz` or `... remat`.
 
 A process of its own is needed where the first call counts, or where XLA's flags do.
 """
@@ -140,6 +140,17 @@ def _gradients(path: str) -> None:
     print(count_launches(lambda: jax.block_until_ready(program(arrays)), runs=REPLAYS))
 
 
+def _remat() -> None:
+    """Prints how many kernels a run of each program with remat launches."""
+    import jax
+    from test_backward import REMAT, remat
+
+    for case in REMAT:
+        program, arrays = remat(*case)
+        jax.block_until_ready(program(*arrays))
+        print(count_launches(lambda run=program, own=arrays: jax.block_until_ready(run(*own)), runs=1))
+
+
 def _exported(program: str, path: str) -> None:
     """Results and gradients of a program in a file, where nothing but the package was imported before.
 
@@ -190,6 +201,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     if sys.argv[1] == "first":
         _first(int(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "remat":
+        _remat()
     elif sys.argv[1] == "exported":
         _exported(sys.argv[2], sys.argv[3])
     else:
