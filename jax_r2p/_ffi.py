@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def attention_forward(
         none if key_lengths is None else key_lengths,
         **_attributes(variant, spec, kv_repeat, kv_inner),
     )
-    return out, lse
+    return _computed_once((out, lse))
 
 
 def attention_backward(
@@ -216,7 +216,20 @@ def attention_backward(
         lag=np.int64(plan.lag),
         deterministic=deterministic,
     )
-    return dquery, dkey, dvalue
+    return _computed_once((dquery, dkey, dvalue))
+
+
+_Results = TypeVar("_Results", bound=tuple[Array, ...])
+
+
+def _computed_once(results: _Results) -> _Results:
+    """Returns the results of a call, so that XLA does not make two calls of it.
+
+    Where a scan stacks a result, XLA of jaxlib 0.11 fuses the call with the update of the stack. If the
+    result is used elsewhere too, as by a layer whose remat policy saves it, the call stays beside the fusion,
+    and runs twice (openxla/xla pull request 45799 mends that). It looks for calls up to a barrier.
+    """
+    return jax.lax.optimization_barrier(results)
 
 
 _MULTIPROCESSORS = 132

@@ -300,19 +300,19 @@ def test_sections_count_keys_and_values(process: StubProcess, keys: int, section
 @pytest.mark.parametrize(
     ("query", "key", "ctas"),
     [
-        # 128 rows a tile. 4096 tiles, 128 in each of 32 sections: the last 132 or more alone, so two of them.
+        # 128 rows a tile. 4096 tiles, 256 in each of 16 sections: the last 132 or more alone, so one of them.
         ((4, 8192, 16, 128), (4, 8192, 16, 128), 132 + 256),
         # As many, of 128 blocks on average in place of 32: 29 for each of 132, 3712 = 7 * 512 and a rest.
         ((1, 32768, 16, 128), (1, 32768, 16, 128), 7 * 132 + 256),
-        # Of 8192 tiles the last 1024 are a section: two heads of keys, eight of queries each.
-        ((4, 8192, 32, 128), (4, 8192, 4, 128), 3 * 132 + 1024),
-        # No more than two sections, which begin alone.
+        # Of 8192 tiles the last 2048 are a section: four heads of keys, eight of queries each.
+        ((4, 8192, 32, 128), (4, 8192, 4, 128), 2 * 132 + 2048),
+        # No more than a section.
         ((1, 8192, 4, 128), (1, 8192, 4, 128), 256),
-        # A section of three heads would have 99 tiles, so it is two with 66: 6204 of 6336 tiles in pairs, 47
-        # of 17 blocks for each of 132: 799 = 512 and a rest.
-        ((64, 4096 + 128, 3, 128), (64, 4096 + 128, 3, 128), 132 + 2 * 66),
-        # 16 heads of three tiles, not 41.
-        ((41, 384, 16, 128), (41, 384, 16, 128), 132 + 3 * 48),
+        # A section of three heads would have 195 tiles, so it is two with 130: 12220 of 12480 tiles in pairs,
+        # 92 of 33 blocks for each of 132: 3036 = 5 * 512 and a rest.
+        ((64, 8192 + 128, 3, 128), (64, 8192 + 128, 3, 128), 5 * 132 + 2 * 130),
+        # 80 heads of three tiles, not 85.
+        ((85, 384, 16, 128), (85, 384, 16, 128), 132 + 240),
         # No even number of heads divides 135.
         ((45, 384, 3, 128), (45, 384, 3, 128), 45 * 3 * 3),
         ((2, 512, 16, 128), (2, 512, 16, 128), 128),

@@ -330,6 +330,17 @@ def test_backward_names_types_and_attributes(backward_kernels, deterministic):
     assert aliases == [("3", "10"), ("4", "11")], "sums and marks start as zeros"
 
 
+def test_results_go_by_a_barrier(backward_kernels):
+    """XLA may fuse a call with what stacks its result in a scan; for other users it then calls once more."""
+    lines = lower(gradient(causal), QUERY, KEY, KEY).splitlines()
+    for target, returned in ((TARGET, 2), (BACKWARD, 3)):
+        (number,) = (n for n, line in enumerate(lines) if f"custom_call @{target}(" in line)
+        name = lines[number].split()[0].partition(":")[0]
+        users = [line for line in lines[number + 1 :] if re.search(rf"{name}#\d", line)]
+        assert ["optimization_barrier" in line for line in users] == [True]
+        assert re.findall(rf"{name}#(\d)", users[0]) == [str(n) for n in range(returned)]
+
+
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("argnums", [(0,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
 def test_gradient_of_scale_is_a_second_call(backward_kernels, argnums, mapped):

@@ -42,7 +42,7 @@ WIDE_CALLS = (
     (128, "window", {"local_window_size": (700, 90)}, 700, 90, (413, 901, 2, 1)),
 )
 # Enough tiles that causal ones of these kernels are in pairs, and some CTAs have two: H, and T, S, N, K.
-WIDE_PAIRS = ((64, (193, 3100, 228, 19)), (128, (130, 260, 268, 67)))
+WIDE_PAIRS = ((64, (193, 3100, 276, 23)), (128, (130, 260, 254, 127)))
 # More heads than those that run at once, so that every backward kernel takes slots of its ring of sums again.
 RING_SIZE = (70, 600, 40, 40)
 # So many of them start in turn under a causal mask, where the order of additions is not fixed. Else all would

@@ -23,16 +23,16 @@ CALLS = [
 # Several tiles for each CTA of an H200; so many that causal ones are dealt out in pairs (`MakeSchedule` in
 # ffi/forward.cc).
 CALLS += [
-    Call(t=1000, b=6, n=16, k=4, h=h, hv=hv, **mask)
+    Call(t=1000, b=12, n=16, k=4, h=h, hv=hv, **mask)
     for h, hv in ((96, 96), (192, 192), (192, 128), (256, 256))
     for mask in ({}, {"is_causal": True}, {"window": (100, 0)})
 ]
 # Also in the causal kernels for few keys and for many, and in the one for wide windows.
 CALLS += [
-    Call(t=1000, b=6, n=16, k=16, h=64, is_causal=True),
+    Call(t=1000, b=12, n=16, k=16, h=64, is_causal=True),
     Call(t=1000, s=3100, b=6, n=16, k=4, h=64, is_causal=True),
     Call(t=250, b=20, n=16, k=16, h=128, is_causal=True),
-    Call(t=1000, b=6, n=16, k=4, h=128, is_causal=True),
+    Call(t=1000, b=12, n=16, k=4, h=128, is_causal=True),
     Call(t=1000, b=6, n=16, k=4, h=128, window=(800, 0)),
 ]
 
