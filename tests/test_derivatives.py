@@ -124,7 +124,7 @@ def test_cotangents_of_rows_without_keys_do_not_matter():
 
 
 def test_finite_differences():
-    """Of derivatives of first and second order, by every operand and along every direction, in float64."""
+    """Of derivatives of first and second order, by every operand and along random directions, in float64."""
     with jax.enable_x64(True):
         spec, lengths = AttentionSpec(left=5, right=1), (jnp.array([T, 7]), jnp.array([S, 6]))
         args = (*(x[:2].astype(jnp.float64) for x in ARRAYS), jnp.float64(0.4))
@@ -429,17 +429,21 @@ def directional(function):
     return lambda *a: jax.jvp(function, a, a)[1]
 
 
+# And what share of all scores is more than each may hold at length 8192. A block has 1/32 of them; the third
+# order holds some dozens of such arrays.
 MEMORY = {
-    "grad": gradient_of_sum,
-    "jvp": directional,
-    "jvp-of-grad": lambda f: directional(gradient_of_sum(f)),
-    "grad-of-grad": lambda f: gradient_of_sum(gradient_of_sum(f)),
-    "grad-of-jvp": lambda f: gradient_of_sum(directional(f)),
+    "grad": (gradient_of_sum, 0.5),
+    "jvp": (directional, 0.5),
+    "jvp-of-grad": (lambda f: directional(gradient_of_sum(f)), 0.5),
+    "grad-of-grad": (lambda f: gradient_of_sum(gradient_of_sum(f)), 0.5),
+    "grad-of-jvp": (lambda f: gradient_of_sum(directional(f)), 0.5),
+    "grad-of-grad-of-grad": (lambda f: gradient_of_sum(gradient_of_sum(gradient_of_sum(f))), 1),
+    "jvp-of-jvp-of-grad": (lambda f: directional(directional(gradient_of_sum(f))), 1),
 }
 
 
-@pytest.mark.parametrize("derivative", MEMORY.values(), ids=MEMORY.keys())
-def test_memory_is_linear(derivative, monkeypatch):
+@pytest.mark.parametrize(("derivative", "most"), MEMORY.values(), ids=MEMORY.keys())
+def test_memory_is_linear(derivative, most, monkeypatch):
     """That of the derivatives: the reference, which is the forward pass here, holds all scores."""
 
     def no_memory(query, *_, spec, lengths):
@@ -457,8 +461,7 @@ def test_memory_is_linear(derivative, monkeypatch):
 
     short, long = needed(4096), needed(8192)
     assert long / short < 2.6
-    # One block has 1/32 of the scores.
-    assert long < 0.5 * 8192 * 8192 * 4
+    assert long < most * 8192 * 8192 * 4
 
 
 # Determinism

@@ -68,6 +68,22 @@ def test_it_learns(first_run):
     assert summary["versions"]["jax"] == jax.__version__
 
 
+def test_the_smallest_size_takes_less_than_two_minutes(tmp_path):
+    """As it is, with no step or token less."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--rows", "rows.jsonl"],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last, summary = map(json.loads, (tmp_path / "rows.jsonl").read_text("utf-8").splitlines())
+    assert (first["step"], last["step"]) == (1, summary["steps"])
+    assert last["loss"] < 3 < first["loss"]
+
+
 def test_the_attention_of_jax_gives_the_same_curve(first_run):
     """Within 0.01 nats. 0.0006 was found: rounding to bfloat16 in other places, amplified step by step."""
     directory, losses, _ = first_run
