@@ -329,7 +329,7 @@ def test_the_sanitizer_sees_every_kernel_and_pairs_of_all_causal_ones(process: S
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the file does
     cases = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "sanitize_cases.py"))
     seen, paired = set(), set()
-    for _, dtype, _, left, right, shapes in cases["forward_calls"]():
+    for _, dtype, _, left, right, shapes in (*cases["forward_calls"](), *cases["pair_calls"]()):
         if shapes[0][-1] % 8:
             continue  # padded before the launch
         variant = _dispatch.choose(

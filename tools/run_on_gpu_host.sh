@@ -80,7 +80,7 @@ sanitize() {
   # one allocation per array, so that a step outside an array is seen
   export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer=
   # a process for each part: the tool itself has died of many kernels in one
-  local kind part failed=0 parts="lengths forward gradients64 gradients128 gradients256"
+  local kind part failed=0 parts="lengths forward pairs gradient_lengths gradients64 gradients128 gradients256"
   for kind in memcheck racecheck; do
     for part in $parts; do
       echo "-- $kind $part"

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python tools/sanitize_cases.py [PART...]
 
-PART: lengths, forward, gradients64, gradients128 or gradients256; all by default. The tool itself may die of
-too many kernels in one process.
+PART: lengths, forward, pairs, gradient_lengths, gradients64, gradients128 or gradients256; all by default.
+The tool itself may die of too many kernels in one process, or beside itself.
 
 Small, since instrumented kernels run a hundred times slower; but with several tiles each way, partial ones,
 grouped heads, skipped blocks, rows that see nothing, and lengths, so that every barrier and every bound is
@@ -108,6 +108,51 @@ def check_lengths(rng: np.random.Generator, h: int, name: str) -> bool:
     return good
 
 
+def check_gradient_lengths(rng: np.random.Generator, h: int, hv: int, name: str, deterministic: bool) -> bool:
+    """Gradients of such a batch; returns whether they are right, and 0 for what lies beyond."""
+    keywords, left, right = MASKS[name]
+    t, s, n, k = SIZES[0]
+    shapes = ((t, n, h), (s, k, h), (s, k, hv), (t, n, hv))
+    arrays = [rng.standard_normal((len(LENGTHS), *x), np.float32).astype(jnp.bfloat16) for x in shapes]
+    wanted = [np.zeros(x.shape) for x in arrays[:3]]
+    for b, (own_t, own_s) in enumerate(LENGTHS):
+        own = own_t, own_s, own_s, own_t
+        for x, length in zip(arrays, own, strict=True):
+            x[b, length:] = np.nan
+        if own_t and own_s:
+            rows = [x[b : b + 1, :length] for x, length in zip(arrays, own, strict=True)]
+            for want, length, part in zip(
+                wanted, own[:3], expected_gradients(*rows, left, right), strict=True
+            ):
+                want[b, :length] = part[0]
+    lengths = np.asarray(LENGTHS, np.int32)
+
+    @jax.jit
+    def f(query, key, value, dout, t, s):
+        attend = functools.partial(
+            jax_r2p.attention,
+            **keywords,
+            query_seq_lengths=t,
+            key_value_seq_lengths=s,
+            deterministic=deterministic,
+            implementation="r2p",
+        )
+        return jax.vjp(attend, query, key, value)[1](dout)
+
+    got = f(*jax.device_put((*arrays, lengths[:, 0], lengths[:, 1])))
+    errors = [
+        np.abs(np.asarray(x, np.float64) - want).max() / np.abs(want).max()
+        for x, want in zip(got, wanted, strict=True)
+    ]
+    good = bool(np.max(errors) < DTYPES["bfloat16"])
+    print(
+        f"{'ok ' if good else 'BAD'} {name:6s} gradients with lengths H={h} Hv={hv} {deterministic=}: errors "
+        f"{', '.join(f'{x:.1e}' for x in errors)}",
+        flush=True,
+    )
+    return good
+
+
 def expected_gradients(q, k, v, dout, left, right) -> tuple[np.ndarray, ...]:
     """The gradients by query, key and value in float64, by their formulas; heads as in `expected`."""
     t, n, h = q.shape[1:]
@@ -152,7 +197,7 @@ def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> 
             np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
             for got, want in zip(f(*jax.device_put(arrays)), wanted, strict=True)
         ]
-        right_here = max(errors) < DTYPES[dtype]  # False for NaN
+        right_here = np.max(errors) < DTYPES[dtype]  # False for NaN, which max may lose
         good &= bool(right_here)
         print(
             f"{'ok ' if right_here else 'BAD'} {name:6s} {dtype} gradients H={h} T={t} S={s} "
@@ -171,14 +216,18 @@ def forward_calls() -> Iterator[tuple[str, str, dict[str, Any], int | None, int 
                     yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, hv))
         for h, name, keywords, left, right, (t, s, n, k) in WIDE_CALLS:
             yield name, dtype, keywords, left, right, ((1, t, n, h), (1, s, k, h), (1, s, k, h))
+
+
+def pair_calls() -> Iterator[tuple[str, str, dict[str, Any], int | None, int | None, Shapes]]:
+    """Calls whose tiles are in pairs, of the kernels for rows that see many keys."""
     for h, (t, s, n, k) in WIDE_PAIRS:
         yield "causal", "bfloat16", *MASKS["causal"], ((1, t, n, h), (1, s, k, h), (1, s, k, h))
 
 
-def check_forward(rng: np.random.Generator) -> int:
-    """Every forward kernel; returns how many calls give wrong results."""
+def check_forward(rng: np.random.Generator, calls: Callable[[], Iterator[Any]]) -> int:
+    """Returns how many calls give wrong results."""
     failed = 0
-    for name, dtype, keywords, left, right, shapes in forward_calls():
+    for name, dtype, keywords, left, right, shapes in calls():
         arrays = [rng.standard_normal(x, np.float32).astype(jnp.dtype(dtype)) for x in shapes]
         f = jax.jit(lambda *a, kw=keywords: jax_r2p.attention(*a, **kw, implementation="r2p"))
         out = np.asarray(f(*jax.device_put(arrays))).astype(np.float64)
@@ -198,7 +247,13 @@ def check_all_gradients(rng: np.random.Generator, h: int) -> int:
 def main() -> int:
     parts: dict[str, Callable[[np.random.Generator], int]] = {
         "lengths": lambda rng: sum(not check_lengths(rng, h, name) for h in (64, 128) for name in MASKS),
-        "forward": check_forward,
+        "forward": functools.partial(check_forward, calls=forward_calls),
+        "pairs": functools.partial(check_forward, calls=pair_calls),
+        "gradient_lengths": lambda rng: sum(
+            not check_gradient_lengths(rng, h, hv, name, h == hv)
+            for h, hv in ((64, 64), (40, 40), (100, 36), (192, 128))
+            for name in MASKS
+        ),
         **{f"gradients{h}": functools.partial(check_all_gradients, h=h) for h in (64, 128, 256)},
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
