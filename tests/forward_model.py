@@ -46,7 +46,7 @@ class Stages:
     """Stages that one producer fills, and that `consumers` warpgroups empty, or one of them each."""
 
     def __init__(self, warps: Warps, count: int, consumers: int):
-        self.warps, self.consumer_threads = warps, consumers
+        self.warps, self.consumers = warps, consumers
         self.content: list[Any] = [None] * count
         self.fills = [0] * count
         self.releases = [0] * count
@@ -54,7 +54,7 @@ class Stages:
 
     def producer_acquire(self, state: State) -> None:
         stage = state.index
-        self.warps.pause(lambda: self.releases[stage] == self.consumer_threads * self.fills[stage])
+        self.warps.pause(lambda: self.releases[stage] == self.consumers * self.fills[stage])
         assert state.phase == self.fills[stage] % 2
 
     def producer_get_barrier(self, state: State) -> tuple[Stages, int]:
@@ -77,7 +77,7 @@ class Stages:
         seen = self.seen.pop((self.warps.own.name, state.index), None)
         assert seen == self.fills[state.index], "released without having been waited for"
         self.releases[state.index] += 1
-        assert self.releases[state.index] <= self.consumer_threads * seen, "released twice"
+        assert self.releases[state.index] <= self.consumers * seen, "released twice"
 
     def is_held(self, stage: int) -> bool:
         return self.seen.get((self.warps.own.name, stage)) == self.fills[stage]
@@ -176,13 +176,13 @@ class Model(forward.AttentionForward):
         assert not self.own.pending, "weights without values"
 
     def take_turn(self, wg: int) -> None:
-        if self.ping_pong:
+        if self.config.ping_pong:
             key = (self.own.cta, wg)
             self.warps.pause(lambda: self.turns.get(key, 0) > 0)
             self.turns[key] -= 1
 
     def pass_turn(self, wg: int) -> None:
-        if self.ping_pong:
+        if self.config.ping_pong:
             key = (self.own.cta, (wg + 1) % self.warpgroups)
             self.turns[key] = self.turns.get(key, 0) + 1
 

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -140,16 +140,18 @@ def check_gradient_lengths(rng: np.random.Generator, h: int, hv: int, name: str,
         return jax.vjp(attend, query, key, value)[1](dout)
 
     got = f(*jax.device_put((*arrays, lengths[:, 0], lengths[:, 1])))
+    what = f"{name:6s} gradients with lengths H={h} Hv={hv} {deterministic=}"
+    return are_close(got, wanted, "bfloat16", what)
+
+
+def are_close(got: Iterable[jax.Array], wanted: Iterable[np.ndarray], dtype: str, what: str) -> bool:
+    """Whether gradients are right, relative to the largest element of each; prints that."""
     errors = [
         np.abs(np.asarray(x, np.float64) - want).max() / np.abs(want).max()
         for x, want in zip(got, wanted, strict=True)
     ]
-    good = bool(np.max(errors) < DTYPES["bfloat16"])
-    print(
-        f"{'ok ' if good else 'BAD'} {name:6s} gradients with lengths H={h} Hv={hv} {deterministic=}: errors "
-        f"{', '.join(f'{x:.1e}' for x in errors)}",
-        flush=True,
-    )
+    good = bool(np.max(errors) < DTYPES[dtype])  # False for NaN, which `max` may lose
+    print(f"{'ok ' if good else 'BAD'} {what}: errors {', '.join(f'{x:.1e}' for x in errors)}", flush=True)
     return good
 
 
@@ -193,17 +195,8 @@ def check_gradients(rng: np.random.Generator, h: int, dtype: str, name: str) -> 
             jax_r2p.attention, **keywords, deterministic=deterministic, implementation="r2p"
         )
         f = jax.jit(lambda *x, attend=attend: jax.vjp(attend, *x[:3])[1](x[3]))
-        errors = [
-            np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
-            for got, want in zip(f(*jax.device_put(arrays)), wanted, strict=True)
-        ]
-        right_here = np.max(errors) < DTYPES[dtype]  # False for NaN, which max may lose
-        good &= bool(right_here)
-        print(
-            f"{'ok ' if right_here else 'BAD'} {name:6s} {dtype} gradients H={h} T={t} S={s} "
-            f"{deterministic=}: errors {', '.join(f'{x:.1e}' for x in errors)}",
-            flush=True,
-        )
+        what = f"{name:6s} {dtype} gradients H={h} T={t} S={s} {deterministic=}"
+        good &= are_close(f(*jax.device_put(arrays)), wanted, dtype, what)
     return good
 
 

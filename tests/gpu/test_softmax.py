@@ -79,13 +79,14 @@ def test_logits_below_any_sentinel(t, scale, mask):
         p.query[...], p.key[...] = 450, -10
     results = run(calls, problems)
     for call, p, (out, residual), want in zip(calls, problems, results, expected(problems), strict=True):
-        # The weights are equal, so all of them round alike, which those of the definition need not.
-        allowed = allowed_error(want) + 2.0**-9 * np.abs(want.out)
+        # The weights are equal, so all of them round alike, which those of the definition need not. Heads of
+        # 128 are within the rule all the same.
+        allowed = allowed_error(want) + (0 if call.h == 128 else 2.0**-9 * np.abs(want.out))
         assert_close(out, want.out, allowed, name=str(call))
         assert np.abs(out.astype(np.float32)).max() > 0.1, "values average to something"
-        # float32 carries the logit with a relative rounding; through base 2 there are two more
+        # float32 at 576000 has steps of 1/16; the residual goes through base 2, two more roundings
         logit = 4500 * call.h * p.softmax_scale()
-        assert_close(residual, want.residual, 4.4e-7 * logit, name=f"{call}: residual")
+        assert_close(residual, want.residual, 0.25 / 576000 * logit, name=f"{call}: residual")
 
 
 @pytest.mark.parametrize("scale", [0.25, None])
