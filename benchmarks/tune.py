@@ -157,10 +157,8 @@ def run(options: argparse.Namespace) -> int:
             inputs = measure.input_sets(w, seed)
             functions = {name: jax.jit(bundle.call(w, variants[name])) for name in (shipped, *names)}
             errors = {name: measure.relative_error(f, w, inputs[0]) for name, f in functions.items()}
-            several = w.calls > 1
             taken = measure.alternate(
-                {name: measure.in_one_program(f, w.calls) if several else f for name, f in functions.items()},
-                [tuple(inputs)] if several else inputs,
+                *measure.as_called(w, functions, inputs),
                 rounds=options.rounds,
                 sample_seconds=options.sample_ms / 1e3,
                 calls_each=w.calls,

@@ -113,6 +113,15 @@ def in_one_program(f: Timed, calls: int) -> Callable[..., jax.Array]:
     return jax.jit(chain)
 
 
+def as_called(
+    w: Workload, functions: dict[str, Timed], inputs: Sequence[Arrays]
+) -> tuple[dict[str, Callable[..., Any]], Sequence[tuple[Any, ...]]]:
+    """Returns functions and inputs for `alternate`: as they are, or with all calls of `w` in one program."""
+    if w.calls == 1:
+        return dict(functions), inputs
+    return {name: in_one_program(f, w.calls) for name, f in functions.items()}, [tuple(inputs)]
+
+
 def alternate(
     functions: dict[str, Callable[..., Any]],
     inputs: Sequence[tuple[Any, ...]],

@@ -35,7 +35,7 @@ LONG = 4096
 """Tokens from which on a query-key pair should take no longer than at the length before."""
 
 GROWTH = 1.1
-"""How often the time of the length before it may take."""
+"""How many times as long as at the length before it may take all the same."""
 
 TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward and backward"}
 

@@ -85,13 +85,14 @@ def _time_case(
             for _ in range(rounds + 1):
                 advance()
         else:
-            functions[rival.name] = f if w.calls == 1 else measure.in_one_program(f, w.calls)
+            functions[rival.name] = f
             errors[rival.name] = measure.relative_error(f, w, inputs[0])
+    timed, sets = measure.as_called(w, functions, inputs)
     if matmul is not None:
-        functions[matmul.name] = measure.matmul(matmul, seed)
+        timed[matmul.name] = measure.matmul(matmul, seed)
     taken = measure.alternate(
-        functions,
-        inputs if w.calls == 1 else [tuple(inputs)],
+        timed,
+        sets,
         rounds=rounds,
         sample_seconds=sample_seconds,
         calls_each=w.calls,
