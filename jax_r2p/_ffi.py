@@ -227,7 +227,8 @@ def _computed_once(results: _Results) -> _Results:
 
     Where a scan stacks a result, XLA of jaxlib 0.11 fuses the call with the update of the stack. If the
     result is used elsewhere too, as by a layer whose remat policy saves it, the call stays beside the fusion,
-    and runs twice (openxla/xla pull request 45799 mends that). It looks for calls up to a barrier.
+    and runs twice (openxla/xla pull request 45799 is about that). A barrier stands between call and update,
+    and goes only when fusions are made.
     """
     return jax.lax.optimization_barrier(results)
 

@@ -125,7 +125,6 @@ class AttentionForward(AttentionKernel):
         """Fix everything that is static."""
         super().__init__(config)
         self.config = config
-        self.ping_pong = config.ping_pong
         self.query_slots = self.warpgroups * config.query_stages
 
     # Host side -------------------------------------------------------------------------------------------
@@ -392,8 +391,7 @@ class AttentionForward(AttentionKernel):
         Tiles of equal length are dealt out in turn to as many CTAs as fit on the GPU, or, where there is much
         work, to some times as many. Causal ones are not equal, but a section's first and its last are
         together as long as its second and its last but one: the first `paired_tiles` are dealt out in such
-        pairs, as above. Each of the others has a CTA of its own, which the GPU starts where one
-        has ended.
+        pairs, as above. Each of the others has a CTA of its own, which the GPU starts where one has ended.
         """
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         query_rows, _, heads, batch = schedule.query_shape
@@ -769,12 +767,12 @@ class AttentionForward(AttentionKernel):
 
     def take_turn(self, wg: Int32) -> None:
         """Wait until the warpgroup before this one has issued its matmuls."""
-        if self.ping_pong:
+        if self.config.ping_pong:
             cute.arch.barrier(barrier_id=Barrier.TURN + wg, number_of_threads=2 * WARPGROUP)
 
     def pass_turn(self, wg: Int32) -> None:
         """Let the next warpgroup issue its matmuls. Barriers link pairs, hence two warpgroups of threads."""
-        if self.ping_pong:
+        if self.config.ping_pong:
             following = cutlass.select_(wg == self.warpgroups - 1, Int32(0), wg + 1)
             cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=2 * WARPGROUP)
 
