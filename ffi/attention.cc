@@ -9,21 +9,10 @@ namespace {
 
 constexpr int64_t kHeadDimMultiple = 8;  // elements; 16 bytes, TMA's unit of a stride
 
-Status CheckRole(const Variant& variant, R2pRole role) {
-  if (variant.role != role) {
-    return InvalidArgument("variant: expected a ", RoleName(role), " kernel; got the ",
-                           RoleName(variant.role), " kernel '", variant.name, "'");
-  }
-  return Status();
-}
-
-Status CheckHeadDim(const Tensor& tensor, int64_t widest, const Variant& variant) {
-  const int64_t head_dim = tensor.dims[3];
-  if (head_dim % kHeadDimMultiple != 0 || head_dim > widest) {
-    return InvalidArgument(tensor.name, ": expected a head dim that is a multiple of ", kHeadDimMultiple,
-                           ", at most ", widest, " for variant '", variant.name, "'; got ", head_dim);
-  }
-  return Status();
+Status CheckSize(const Tensor& tensor, const char* size, int64_t value, int64_t high) {
+  // Named only where there is an error: a launch has no time for texts.
+  return value >= 1 && value <= high ? Status()
+                                     : CheckRange(Text(tensor.name, " ", size).c_str(), value, 1, high);
 }
 
 Status CheckSharedKeys(const AttentionCall& call, const Problem& p) {
@@ -67,19 +56,42 @@ Status CheckCall(const AttentionCall& call, R2pRole role, const Variant& variant
     return InvalidArgument("key: expected a number of heads that divides the ", p.heads,
                            " heads of query; got ", p.kv_heads);
   }
-  R2P_RETURN_IF_ERROR(CheckRange("query rows", p.queries, 1, kUnbounded));
+  R2P_RETURN_IF_ERROR(CheckSizes(call.query));
   R2P_RETURN_IF_ERROR(CheckRange("key rows", p.keys, 1, kUnbounded));
-  R2P_RETURN_IF_ERROR(CheckRange("query heads", p.heads, 1, kMaxInt32));
-  R2P_RETURN_IF_ERROR(CheckRange("query batch", p.batch, 1, kMaxInt32));
-  // The kernels number the (batch, head) pairs in 32 bits.
-  if (p.batch > kUnbounded / p.heads) {
-    return InvalidArgument("query: expected batch times heads to be at most ", kUnbounded, "; got ", p.batch,
-                           " times ", p.heads);
-  }
   R2P_RETURN_IF_ERROR(CheckRange("window_left", call.window_left, 0, kUnbounded));
   R2P_RETURN_IF_ERROR(CheckRange("window_right", call.window_right, 0, kUnbounded));
   R2P_RETURN_IF_ERROR(CheckSharedKeys(call, p));
   return CountBlocks("query", p.batch, p.heads, p.queries, variant.tile_m, kUnbounded, &problem->head_tiles);
+}
+
+Status CheckRole(const Variant& variant, R2pRole role) {
+  if (variant.role != role) {
+    return InvalidArgument("variant: expected a ", RoleName(role), " kernel; got the ",
+                           RoleName(variant.role), " kernel '", variant.name, "'");
+  }
+  return Status();
+}
+
+Status CheckHeadDim(const Tensor& tensor, int64_t widest, const Variant& variant) {
+  const int64_t head_dim = tensor.dims[3];
+  if (head_dim % kHeadDimMultiple != 0 || head_dim > widest) {
+    return InvalidArgument(tensor.name, ": expected a head dim that is a multiple of ", kHeadDimMultiple,
+                           ", at most ", widest, " for variant '", variant.name, "'; got ", head_dim);
+  }
+  return Status();
+}
+
+Status CheckSizes(const Tensor& tensor) {
+  const int64_t batch = tensor.dims[0], heads = tensor.dims[2];
+  R2P_RETURN_IF_ERROR(CheckSize(tensor, "rows", tensor.dims[1], kUnbounded));
+  R2P_RETURN_IF_ERROR(CheckSize(tensor, "heads", heads, kMaxInt32));
+  R2P_RETURN_IF_ERROR(CheckSize(tensor, "batch", batch, kMaxInt32));
+  // The kernels number the (batch, head) pairs in 32 bits.
+  if (batch > kUnbounded / heads) {
+    return InvalidArgument(tensor.name, ": expected batch times heads to be at most ", kUnbounded, "; got ",
+                           batch, " times ", heads);
+  }
+  return Status();
 }
 
 Status CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {

@@ -1,4 +1,5 @@
-// What a call of the forward and of the backward pass have in common: arguments, sizes and their rules.
+// What calls of the kernels have in common: those of the forward and of the backward pass their arguments,
+// sizes and rules; and all of them some checks.
 
 #ifndef JAX_R2P_FFI_ATTENTION_H_
 #define JAX_R2P_FFI_ATTENTION_H_
@@ -52,6 +53,17 @@ struct Problem {
 // Checks that the variant is of `role` and takes the call.
 // Error: INVALID_ARGUMENT naming the argument, expected and got.
 Status CheckCall(const AttentionCall& call, R2pRole role, const Variant& variant, Problem* problem);
+
+// Checks that the variant is of `role`. Error: INVALID_ARGUMENT naming the role, expected and got.
+Status CheckRole(const Variant& variant, R2pRole role);
+
+// Checks that the head dim of an array of rank 4 is a multiple of 16 bytes, and at most `widest` elements.
+// Error: INVALID_ARGUMENT naming the array, expected and got.
+Status CheckHeadDim(const Tensor& tensor, int64_t widest, const Variant& variant);
+
+// Checks that kernels can number the rows, heads and batch entries of an array of rank 4 that has those of
+// query. Error: INVALID_ARGUMENT naming the array, expected and got.
+Status CheckSizes(const Tensor& tensor);
 
 // Checks that `value`, called `name` in the error, is in low..high.
 // Error: INVALID_ARGUMENT naming it, expected and got.

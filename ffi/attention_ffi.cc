@@ -9,6 +9,7 @@
 #include "c_api.h"
 #include "forward.h"
 #include "launch.h"
+#include "preprocess.h"
 #include "status.h"
 #include "tensor.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,6 +33,8 @@ extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_initialize(XLA_FF
 extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_forward_execute(XLA_FFI_CallFrame* call_frame);
 extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_backward_initialize(XLA_FFI_CallFrame* call_frame);
 extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_backward_execute(XLA_FFI_CallFrame* call_frame);
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_preprocess_initialize(XLA_FFI_CallFrame* call_frame);
+extern "C" R2P_EXPORT XLA_FFI_Error* jax_r2p_attention_preprocess_execute(XLA_FFI_CallFrame* call_frame);
 
 namespace jax_r2p {
 namespace {
@@ -94,6 +97,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_forward_initialize, jax_r2p::Ini
                                   .RemainingRets()
                                   .Attrs<ffi::Dictionary>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_initialize, jax_r2p::Initialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_preprocess_initialize, jax_r2p::Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
                                   .RemainingArgs()
@@ -195,4 +204,39 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_backward_execute, jax_r2p::Execu
                                   .Attr<int64_t>("together")
                                   .Attr<int64_t>("lag")
                                   .Attr<bool>("deterministic"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_r2p {
+namespace {
+
+ffi::Error ExecutePreprocess(CUstream stream, ffi::AnyBuffer out, ffi::AnyBuffer dout, ffi::AnyBuffer lse,
+                             ffi::AnyBuffer dlse, ffi::AnyBuffer query_lengths,
+                             ffi::Result<ffi::AnyBuffer> lse_base2, ffi::Result<ffi::AnyBuffer> delta,
+                             ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> marks,
+                             std::string_view variant) {
+  return ToError(WithoutExceptions([&] {
+    return LaunchPreprocess(PreprocessRequest{
+        variant, ToTensor("out", out), ToTensor("dout", dout), ToTensor("lse", lse), ToTensor("dlse", dlse),
+        ToTensor("query_lengths", query_lengths), ToTensor("lse_base2", *lse_base2),
+        ToTensor("delta", *delta), ToTensor("sums", *sums), ToTensor("marks", *marks), stream});
+  }));
+}
+
+}  // namespace
+}  // namespace jax_r2p
+
+// As above.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_r2p_attention_preprocess_execute, jax_r2p::ExecutePreprocess,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Arg<ffi::AnyBuffer>()  // out
+                                  .Arg<ffi::AnyBuffer>()  // dout
+                                  .Arg<ffi::AnyBuffer>()  // lse
+                                  .Arg<ffi::AnyBuffer>()  // dlse
+                                  .Arg<ffi::AnyBuffer>()  // query_lengths
+                                  .Ret<ffi::AnyBuffer>()  // lse_base2
+                                  .Ret<ffi::AnyBuffer>()  // delta
+                                  .Ret<ffi::AnyBuffer>()  // sums
+                                  .Ret<ffi::AnyBuffer>()  // marks
+                                  .Attr<std::string_view>("variant"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -11,6 +11,7 @@
 #include "forward.h"
 #include "launch.h"
 #include "parameters.h"
+#include "preprocess.h"
 #include "status.h"
 #include "tensor.h"
 #include "tensor_map.h"
@@ -85,9 +86,10 @@ Status AddVariantFromC(const R2pVariant* variant) {
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.name", variant->name));
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.entry", variant->entry));
   R2P_RETURN_IF_ERROR(CheckNotNull("variant.cubin", variant->cubin));
-  if (variant->role != R2P_FORWARD && variant->role != R2P_BACKWARD) {
-    return InvalidArgument("variant '", variant->name, "', role: expected ", R2P_FORWARD, " (forward) or ",
-                           R2P_BACKWARD, " (backward); got ", variant->role);
+  if (variant->role < R2P_FORWARD || variant->role > R2P_PREPROCESS) {
+    return InvalidArgument("variant '", variant->name, "', role: expected ", R2P_FORWARD, " (forward), ",
+                           R2P_BACKWARD, " (backward) or ", R2P_PREPROCESS, " (preprocess); got ",
+                           variant->role);
   }
   if (variant->dtype != R2P_BF16 && variant->dtype != R2P_F16) {
     return InvalidArgument("variant '", variant->name, "', dtype: expected ", R2P_BF16, " (bfloat16) or ",
@@ -100,7 +102,11 @@ Status AddVariantFromC(const R2pVariant* variant) {
   R2P_RETURN_IF_ERROR(CheckField(*variant, "value_head_dim", variant->value_head_dim, kMapNarrowBox,
                                  kMaxHeadDim, kMapNarrowBox));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_m", variant->tile_m, 8, kMapMaxBoxRows, 8));
-  R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_n", variant->tile_n, 8, kMapMaxBoxRows, 8));
+  if (variant->role == R2P_PREPROCESS) {  // has no keys
+    R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_n", variant->tile_n, 0, 0, 1));
+  } else {
+    R2P_RETURN_IF_ERROR(CheckField(*variant, "tile_n", variant->tile_n, 8, kMapMaxBoxRows, 8));
+  }
   R2P_RETURN_IF_ERROR(CheckField(*variant, "threads", variant->threads, kWarp, kMaxThreads, kWarp));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "shared_memory", variant->shared_memory, 0, kMaxSharedMemory, 1));
   R2P_RETURN_IF_ERROR(CheckField(*variant, "min_blocks", variant->min_blocks, 1, kMaxThreads / kWarp, 1));
@@ -193,6 +199,25 @@ Status LaunchBackwardFromC(const R2pBackward* launch) {
   return LaunchBackward(request);
 }
 
+Status LaunchPreprocessFromC(const R2pPreprocess* launch) {
+  R2P_RETURN_IF_ERROR(CheckNotNull("launch", launch));
+  R2P_RETURN_IF_ERROR(CheckStructSize("R2pPreprocess", sizeof(R2pPreprocess), launch->struct_size));
+  R2P_RETURN_IF_ERROR(CheckNotNull("launch.variant", launch->variant));
+  PreprocessRequest request = {};
+  request.variant = launch->variant;
+  R2P_RETURN_IF_ERROR(ToTensor("out", launch->out, &request.out));
+  R2P_RETURN_IF_ERROR(ToTensor("dout", launch->dout, &request.dout));
+  R2P_RETURN_IF_ERROR(ToTensor("lse", launch->lse, &request.lse));
+  R2P_RETURN_IF_ERROR(ToTensor("dlse", launch->dlse, &request.dlse));
+  R2P_RETURN_IF_ERROR(ToTensor("query_lengths", launch->query_lengths, &request.query_lengths));
+  R2P_RETURN_IF_ERROR(ToTensor("lse_base2", launch->lse_base2, &request.lse_base2));
+  R2P_RETURN_IF_ERROR(ToTensor("delta", launch->delta, &request.delta));
+  R2P_RETURN_IF_ERROR(ToTensor("sums", launch->sums, &request.sums));
+  R2P_RETURN_IF_ERROR(ToTensor("marks", launch->marks, &request.marks));
+  request.stream = static_cast<CUstream>(launch->stream);
+  return LaunchPreprocess(request);
+}
+
 }  // namespace
 }  // namespace jax_r2p
 
@@ -217,6 +242,10 @@ int r2p_launch(const R2pLaunch* launch, char* error, size_t error_size) {
 
 int r2p_launch_backward(const R2pBackward* launch, char* error, size_t error_size) {
   return jax_r2p::Run(error, error_size, [&] { return jax_r2p::LaunchBackwardFromC(launch); });
+}
+
+int r2p_launch_preprocess(const R2pPreprocess* launch, char* error, size_t error_size) {
+  return jax_r2p::Run(error, error_size, [&] { return jax_r2p::LaunchPreprocessFromC(launch); });
 }
 
 void r2p_counters(R2pCounters* counters) {

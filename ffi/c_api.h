@@ -36,8 +36,9 @@ typedef enum R2pDtype {
 
 // What a kernel computes.
 typedef enum R2pRole {
-  R2P_FORWARD = 1,   // attention
-  R2P_BACKWARD = 2,  // the cotangents of query, key and value
+  R2P_FORWARD = 1,     // attention
+  R2P_BACKWARD = 2,    // the cotangents of query, key and value
+  R2P_PREPROCESS = 3,  // what a backward kernel reads besides the arrays of the call
 } R2pRole;
 
 // One kernel parameter as the manifest states it.
@@ -55,15 +56,15 @@ typedef struct R2pVariant {
   size_t cubin_size;               // bytes
   int32_t role;                    // R2pRole
   int32_t dtype;                   // R2pDtype of query, key, value and out: R2P_BF16 or R2P_F16
-  int32_t head_dim;                // elements; the widest head of query and key it takes
+  int32_t head_dim;                // elements; the widest head of query and key it takes; preprocess: unused
   int32_t value_head_dim;          // likewise of value and out
   int32_t tile_m;                  // query rows a thread block handles; backward: in one step
-  int32_t tile_n;                  // keys in one block of keys; backward: keys a thread block handles
+  int32_t tile_n;                  // keys in one block of keys; backward: of a thread block; preprocess: 0
   int32_t threads;                 // threads of a thread block
   int32_t shared_memory;           // bytes of dynamic shared memory
   int32_t min_blocks;              // thread blocks that an SM holds together
-  int32_t is_causal;               // 1 if the kernel applies the causal mask, else 0; backward: unused
-  const R2pParameter* parameters;  // must equal parameters_forward.def or parameters_backward.def
+  int32_t is_causal;               // forward: 1 if the kernel applies the causal mask, else 0
+  const R2pParameter* parameters;  // must equal the list of the role, parameters_*.def
   size_t parameter_count;
 } R2pVariant;
 
@@ -95,6 +96,7 @@ typedef struct R2pLaunch {
 } R2pLaunch;
 
 // One call of the backward kernel. Tp is T rounded up to a multiple of the variant's tile_m, W its head_dim.
+// lse, delta and the zeros of sums and marks are results of R2pPreprocess.
 //
 // The sums of dquery are in a ring of `slots` slots, each with those of one head of query at a time: head n,
 // in the order of key's heads, then of those that share its keys, is use n / slots of slot n % slots. The
@@ -130,6 +132,23 @@ typedef struct R2pBackward {
   void* stream;           // CUstream
 } R2pBackward;
 
+// One call of the preprocess kernel. Tp is T rounded up to whole tiles of the backward kernel, which takes
+// the results: slots, tiles and the elements of a tile are as in R2pBackward.
+typedef struct R2pPreprocess {
+  size_t struct_size;  // sizeof(R2pPreprocess), as above
+  const char* variant;
+  R2pTensor out;            // (B, T, N, Hv)
+  R2pTensor dout;           // as out: its cotangent
+  R2pTensor lse;            // (B, N, T), float32: natural log; -inf for a row that sees no key
+  R2pTensor dlse;           // as lse: its cotangent
+  R2pTensor query_lengths;  // as in R2pLaunch
+  R2pTensor lse_base2;      // (B, N, Tp), float32, T <= Tp < T + tile_m: lse as R2pBackward has it
+  R2pTensor delta;          // likewise: the sum of dout * out over a row, minus dlse
+  R2pTensor sums;           // (slots, tiles, elements of a tile, a multiple of 4), float32: becomes zeros
+  R2pTensor marks;          // (slots, 2 + tiles), int32: likewise
+  void* stream;             // CUstream
+} R2pPreprocess;
+
 // What the process has done so far, for tests: kernels loaded (one per variant and CUDA context), kernels
 // launched.
 typedef struct R2pCounters {
@@ -149,6 +168,7 @@ R2P_EXPORT int r2p_load(const char* variant, void* stream, char* error, size_t e
 // What the FFI `execute` handlers do: check, pack and enqueue one launch.
 R2P_EXPORT int r2p_launch(const R2pLaunch* launch, char* error, size_t error_size);
 R2P_EXPORT int r2p_launch_backward(const R2pBackward* launch, char* error, size_t error_size);
+R2P_EXPORT int r2p_launch_preprocess(const R2pPreprocess* launch, char* error, size_t error_size);
 
 R2P_EXPORT void r2p_counters(R2pCounters* counters);
 

@@ -12,15 +12,29 @@ constexpr ParameterInfo kForward[] = {
 constexpr ParameterInfo kBackward[] = {
 #include "parameters_backward.def"
 };
+constexpr ParameterInfo kPreprocess[] = {
+#include "parameters_preprocess.def"
+};
 #undef R2P_PARAMETER
 
 }  // namespace
 
 ParameterList ParametersOf(R2pRole role) {
-  return role == R2P_BACKWARD ? ParameterList{kBackward, std::size(kBackward)}
-                              : ParameterList{kForward, std::size(kForward)};
+  switch (role) {
+    case R2P_FORWARD: break;
+    case R2P_BACKWARD: return ParameterList{kBackward, std::size(kBackward)};
+    case R2P_PREPROCESS: return ParameterList{kPreprocess, std::size(kPreprocess)};
+  }
+  return ParameterList{kForward, std::size(kForward)};
 }
 
-const char* RoleName(R2pRole role) { return role == R2P_BACKWARD ? "backward" : "forward"; }
+const char* RoleName(R2pRole role) {
+  switch (role) {
+    case R2P_FORWARD: break;
+    case R2P_BACKWARD: return "backward";
+    case R2P_PREPROCESS: return "preprocess";
+  }
+  return "forward";
+}
 
 }  // namespace jax_r2p

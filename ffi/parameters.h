@@ -25,7 +25,7 @@ struct ParameterList {
 // The parameters of every kernel of a role.
 ParameterList ParametersOf(R2pRole role);
 
-// "forward" or "backward", for errors.
+// "forward", "backward" or "preprocess", for errors.
 const char* RoleName(R2pRole role);
 
 // (rows, head dim, heads, batch) of an array, as the kernels take them.

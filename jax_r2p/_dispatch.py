@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_r2p._manifest import HEAD_DIM_MULTIPLE, Role, Variant, load_manifest
+from jax_r2p._manifest import HEAD_DIM_MULTIPLE, Role, Variant, find_preprocess, load_manifest
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
 Implementation = Literal["r2p", "xla"]
@@ -74,8 +74,9 @@ def choose(
     """
     if variants is None:
         variants = load_manifest().variants
+    whole_build = variants
     variants = [variant for variant in variants if variant.role == role]
-    kernel = "kernel" if role == "forward" else "backward kernel"
+    kernel = "kernel" if role == "forward" else f"{role} kernel"
     *batch, queries, heads, head_dim = query_shape
     keys, value_head_dim = key_shape[-3], value_shape[-1]
 
@@ -104,6 +105,14 @@ def choose(
             return f"no {kernel} takes {name} of shape {shape}; less than 2^40 bytes in a batch entry has one"
     if reason := no_kernels(capability):
         return reason
+
+    if role != "forward":
+        target = _ARCHS[capability], _KERNEL_DTYPES[dtype.name]
+        preprocess = find_preprocess(whole_build, *target, value_head_dim)
+        if preprocess is None:
+            return f"this build has no preprocess kernel for {', '.join(target)}, {value_head_dim=}"
+        if role == "preprocess":
+            return preprocess
 
     effective = spec.effective(queries, keys)
     mask = effective.mask_kind

@@ -10,7 +10,10 @@ from jax_r2p import (
     _sharding,
 )
 
-TARGETS = (_ffi.TARGET, _ffi.BACKWARD_TARGET, _sharding.TARGET, _sharding.BACKWARD_TARGET)
+TARGETS = (
+    *(_ffi.TARGET, _ffi.BACKWARD_TARGET, _ffi.PREPROCESS_TARGET),
+    *(_sharding.TARGET, _sharding.BACKWARD_TARGET),
+)
 """Every custom call that a program with attention in it may hold."""
 
 DISABLED_CHECKS = tuple(map(DisabledSafetyCheck.custom_call, TARGETS))

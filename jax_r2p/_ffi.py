@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import pathlib
 import re
 import threading
 from typing import NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import Array
@@ -20,10 +18,12 @@ from jax_r2p._manifest import (
     FILE_NAME,
     InstallationError,
     Variant,
+    find_preprocess,
     load_manifest,
     package_file,
     parse_manifest,
     read_cubin,
+    repair_hint,
 )
 from jax_r2p._spec import UNBOUNDED, AttentionSpec
 
@@ -33,11 +33,18 @@ TARGET = "jax_r2p.attention_forward.v2"
 BACKWARD_TARGET = "jax_r2p.attention_backward.v2"
 """The same for the backward pass."""
 
+PREPROCESS_TARGET = "jax_r2p.attention_preprocess.v1"
+"""The same for what prepares it."""
+
 LIBRARY = "libjax_r2p.so"
 
 _SYMBOLS = {
     target: {stage: f"jax_r2p_attention_{role}_{stage}" for stage in ("initialize", "execute")}
-    for target, role in ((TARGET, "forward"), (BACKWARD_TARGET, "backward"))
+    for target, role in (
+        (TARGET, "forward"),
+        (BACKWARD_TARGET, "backward"),
+        (PREPROCESS_TARGET, "preprocess"),
+    )
 }
 """The handlers of each target by stage."""
 
@@ -47,7 +54,7 @@ _OLDEST_JAXLIB = (0, 7, 2)
 _DTYPE_CODES = {"fp16": 10, "bf16": 16}
 """Element types in XLA's numbering (R2pDtype)."""
 
-_ROLE_CODES = {"forward": 1, "backward": 2}
+_ROLE_CODES = {"forward": 1, "backward": 2, "preprocess": 3}
 """R2pRole."""
 
 _ERROR_SIZE = 4096
@@ -142,9 +149,10 @@ def attention_backward(
     query: Array,
     key: Array,
     value: Array,
+    out: Array,
     dout: Array,
     lse: Array,
-    delta: Array,
+    dlse: Array,
     scale: Array,
     dquery_factor: Array,
     query_lengths: Array | None = None,
@@ -156,24 +164,26 @@ def attention_backward(
     kv_inner: int,
     deterministic: bool,
 ) -> tuple[Array, Array, Array]:
-    """Calls a backward kernel, in a function that is lowered for CUDA.
+    """Calls a preprocess and a backward kernel, in a function that is lowered for CUDA.
 
-    With scores s, weights p = exp(s - lse) and ds = p * (dout . value - delta):
+    With scores s, weights p = exp(s - lse), delta the sum of dout * out over a row, minus dlse, and
+    ds = p * (dout . value - delta):
 
     Args:
       query: (B, T, N, H), not empty.
       key: (B // kv_repeat, S, K, H).
       value: (B // kv_repeat, S, K, Hv).
-      dout: (B, T, N, Hv), with the dtype of query; cotangent of out.
+      out: (B, T, N, Hv), with the dtype of query. It may hold anything in a row that sees no key or is not
+        there.
+      dout: Cotangent of out, likewise, but finite in a row that sees no key.
       lse: (B, N, T), float32, natural log; -inf for a row that sees no key.
-      delta: (B, N, T), float32: the sum of dout * out over a row, minus the cotangent of lse. It may hold
-        anything in a row that sees no key or is not there.
+      dlse: (B, N, T), float32, cotangent of lse, and likewise.
       scale: float32 scalar.
       dquery_factor: float32 scalar, which the kernel multiplies the sums for dquery by before it rounds them:
         scale for the cotangent of query.
       query_lengths: (B,), int32: the queries that are there. None for T.
       key_lengths: (B,), int32: the keys that are there, of each batch entry of the query. None for S.
-      variant: The kernel, a backward one that fits the arguments.
+      variant: The backward kernel, one that fits the arguments.
       spec: The visible keys; bounds that do not bind at these lengths are left out.
       kv_repeat: See `Folding.repeat`.
       kv_inner: See `Folding.inner`.
@@ -185,17 +195,15 @@ def attention_backward(
       and value: the sum of scale * ds * query and of p * dout, over all queries that share a key.
 
     Raises:
-      InstallationError: The library cannot be used.
+      InstallationError: The library cannot be used, or this build has no preprocess kernel for it.
     """
     register()
-    lse, delta = _kernel_rows(lse, delta, query_lengths, variant.tile_m)
     kv_batch, keys, kv_heads, _ = key.shape
     sharers = query.shape[2] // kv_heads * kv_repeat
     plan = plan_sums(variant, kv_batch * kv_heads, sharers, query.shape[1], keys, deterministic=deterministic)
-    tiles = lse.shape[-1] // variant.tile_m
-    sums = jnp.zeros((plan.slots, tiles, variant.tile_m * variant.head_dim), np.float32)
-    marks = jnp.zeros((plan.slots, 2 + tiles), np.int32)
     none = np.zeros(0, np.int32)
+    lengths = none if query_lengths is None else query_lengths
+    lse, delta, sums, marks = _attention_preprocess(out, dout, lse, dlse, lengths, plan.slots, variant)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value, sums, marks))
     call = jax.ffi.ffi_call(BACKWARD_TARGET, results, input_output_aliases={10: 3, 11: 4})
     dquery, dkey, dvalue, _, _ = call(
@@ -207,7 +215,7 @@ def attention_backward(
         delta,
         scale,
         dquery_factor,
-        none if query_lengths is None else query_lengths,
+        lengths,
         none if key_lengths is None else key_lengths,
         sums,
         marks,
@@ -217,6 +225,37 @@ def attention_backward(
         deterministic=deterministic,
     )
     return _computed_once((dquery, dkey, dvalue))
+
+
+def _attention_preprocess(
+    out: Array,
+    dout: Array,
+    lse: Array,
+    dlse: Array,
+    query_lengths: Array | np.ndarray,
+    slots: int,
+    backward: Variant,
+) -> tuple[Array, Array, Array, Array]:
+    """Returns lse, delta, sums and marks as a backward kernel takes them; sums and marks are zeros.
+
+    lse is in base 2. It and delta have whole tiles of rows, (B, N, tiles * tile_m). Rows that see no key, are
+    not there, or fill up the last tile have an lse of +inf, which makes their weights 0, and a delta of 0.
+    """
+    *_, value_head_dim = out.shape
+    preprocess = find_preprocess(load_manifest().variants, backward.arch, backward.dtype, value_head_dim)
+    if preprocess is None:
+        raise InstallationError(f"this build has no preprocess kernel for {backward.name}. {repair_hint()}")
+    tiles = -(-lse.shape[-1] // backward.tile_m)
+    rows = jax.ShapeDtypeStruct((*lse.shape[:-1], tiles * backward.tile_m), np.float32)
+    results = (
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((slots, tiles, backward.tile_m * backward.head_dim), np.float32),
+        jax.ShapeDtypeStruct((slots, 2 + tiles), np.int32),
+    )
+    call = jax.ffi.ffi_call(PREPROCESS_TARGET, results)
+    lse, delta, sums, marks = call(out, dout, lse, dlse, query_lengths, variant=preprocess.name)
+    return lse, delta, sums, marks
 
 
 _Results = TypeVar("_Results", bound=tuple[Array, ...])
@@ -304,22 +343,6 @@ def _attributes(
         "kv_repeat": np.int64(kv_repeat),
         "kv_inner": np.int64(kv_inner),
     }
-
-
-def _kernel_rows(lse: Array, delta: Array, query_lengths: Array | None, tile_m: int) -> tuple[Array, Array]:
-    """Returns lse and delta as a backward kernel takes them: (B, N, whole tiles of `tile_m` rows).
-
-    lse is in base 2. Rows that see no key, are not there, or fill up the last tile get +inf, which makes
-    their weights 0, and a delta of 0.
-    """
-    queries = lse.shape[-1]
-    there = lse != -np.inf
-    if query_lengths is not None:
-        there &= np.arange(queries, dtype=np.int32) < query_lengths[:, None, None]
-    filling = [(0, 0), (0, 0), (0, -queries % tile_m)]
-    lse = jnp.where(there, lse * np.float32(math.log2(math.e)), np.float32(np.inf))
-    delta = jnp.where(there, delta, np.float32(0))
-    return jnp.pad(lse, filling, constant_values=np.inf), jnp.pad(delta, filling)
 
 
 def register() -> None:

@@ -87,7 +87,6 @@ def backward(
     `of` says which of them are asked for. dscale costs a second backward pass, and is None where it is not;
     the others come together.
     """
-    delta = _blockwise.row_delta(out, lse, dout, dlse)
     lengths = (query_lengths, key_lengths)
     # Where every row sees a key that saves a copy.
     if any(x is not None for x in lengths) or spec.empties_rows(query.shape[-3], key.shape[-3]):
@@ -95,7 +94,7 @@ def backward(
     call = functools.partial(
         _backward, variant=variant, spec=spec, deterministic=deterministic, with_dscale=of[3]
     )
-    results = _for_each_scale(call, query, key, value, scale, *lengths, dout, lse, delta)
+    results = _for_each_scale(call, query, key, value, scale, *lengths, out, dout, lse, dlse)
     dquery, dkey, dvalue, *dscale = results
     dkey, dvalue = (
         _blockwise.sum_to(x.astype(lse.dtype), like.shape).astype(like.dtype) if x.shape != like.shape else x
@@ -111,9 +110,10 @@ def _backward(
     scale: Array,
     query_lengths: Array | None,
     key_lengths: Array | None,
+    out: Array,
     dout: Array,
     lse: Array,
-    delta: Array,
+    dlse: Array,
     *,
     variant: Variant,
     spec: AttentionSpec,
@@ -133,9 +133,10 @@ def _backward(
         _fold_and_pad(query, batch),
         _fold_and_pad(key, folding.kv_dims),
         _fold_and_pad(value, folding.kv_dims),
+        _fold_and_pad(out, batch),
         _fold_and_pad(dout, batch),
         _batching.flatten_batch(lse, 2),
-        _batching.flatten_batch(delta, 2),
+        _batching.flatten_batch(dlse, 2),
         scale,
         query_lengths=_fold_small(query_lengths, batch),
         key_lengths=_fold_small(key_lengths, batch),

@@ -11,14 +11,14 @@ import hashlib
 import importlib.resources
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, Literal, TypeVar
 
 _Row = TypeVar("_Row", "Parameter", "Toolchain", "Variant")
 _PYTHON_TYPES = {"int": int, "tuple[Parameter, ...]": tuple}
 
-Role = Literal["forward", "backward"]
+Role = Literal["forward", "backward", "preprocess"]
 
 FORMAT = 1
 """Version of the file's layout. A reader refuses any other."""
@@ -57,7 +57,8 @@ class Variant:
 
     Attributes:
       name: Key of the row, for example "fwd_bf16_d128_causal".
-      role: What it computes: attention, or the cotangents of query, key and value.
+      role: What it computes: attention, or the cotangents of query, key and value, or what the kernel for
+        these reads beside its operands.
       file: Name of the cubin file, in the manifest's folder.
       sha256: Hash of the file, in lower-case hexadecimal digits.
       size: Bytes of the file.
@@ -68,7 +69,8 @@ class Variant:
       value_head_dim: Columns of a value or out tile, likewise.
       mask: The masks it can apply, besides the end of the keys.
       tile_m: Query rows of a thread block; of a backward kernel, those of one step.
-      tile_n: Keys of one block of keys; of a backward kernel, those of a thread block.
+      tile_n: Keys of one block of keys; of a backward kernel, those of a thread block. 0 for a preprocess
+        kernel, which reads none.
       threads: Threads of a thread block.
       shared_memory: Bytes of dynamic shared memory of a thread block.
       min_blocks: Thread blocks that fit on an SM together.
@@ -224,6 +226,26 @@ def load_manifest() -> Manifest:
         raise InstallationError(f"{file} is missing. {repair_hint()}") from None
     except (OSError, ValueError) as error:
         raise InstallationError(f"{file} cannot be read: {error}. {repair_hint()}") from error
+
+
+def find_preprocess(
+    variants: Sequence[Variant], arch: str, dtype: str, value_head_dim: int
+) -> Variant | None:
+    """Returns the kernel that prepares what backward kernels read; None if there is none.
+
+    Args:
+      variants: What to choose from.
+      arch: Of the backward kernel; and so is `dtype`.
+      dtype: "bf16" or "fp16".
+      value_head_dim: Of the call.
+    """
+    fitting = [
+        variant
+        for variant in variants
+        if (variant.role, variant.arch, variant.dtype) == ("preprocess", arch, dtype)
+        and variant.value_head_dim >= value_head_dim
+    ]
+    return min(fitting, key=lambda variant: variant.value_head_dim, default=None)
 
 
 def read_cubin(variant: Variant, folder: Traversable | None = None) -> bytes:

@@ -29,7 +29,7 @@ class HostCall:
 
     Attributes:
       arguments: But for the stream: ("array", address, shape) with a shape of rank 1 or 4, ("pointer",
-        address) for an array of constant shape, ("int64", number) or ("int32", number).
+        address) for an array of constant shape, ("int64", number or address) or ("int32", number).
       stream: A number to be found again.
     """
 
@@ -116,9 +116,14 @@ def _export(variant: str, folder: pathlib.Path) -> ctypes.CDLL:
 
     from jax_r2p.kernels.backward import AttentionBackward
     from jax_r2p.kernels.forward import AttentionForward
+    from jax_r2p.kernels.preprocess import AttentionPreprocess
 
     config = VARIANTS[variant].config
-    kernel_type: Any = {"forward": AttentionForward, "backward": AttentionBackward}[config.role]
+    kernel_type: Any = {
+        "forward": AttentionForward,
+        "backward": AttentionBackward,
+        "preprocess": AttentionPreprocess,
+    }[config.role]
     # What is packed does not depend on what the kernel does with it, which takes most of the time to compile.
     # Its parameters and its shared memory are declared elsewhere.
     for role in ("produce", "consume", "add_dquery", "finish"):

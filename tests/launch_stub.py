@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from jax_r2p._manifest import FOLDER, Parameter, Variant, package_file
+from jax_r2p._manifest import FOLDER, Parameter, Role, Variant, package_file
 from jax_r2p.aot import parameters
 
 NATIVE = pathlib.Path(__file__).resolve().parent / "native"
@@ -32,10 +32,11 @@ DTYPES = {"int32": 4, "fp16": 10, "fp32": 11, "bf16": 16}
 CODES = {0: "OK", 1: "INVALID_ARGUMENT", 2: "NOT_FOUND", 3: "FAILED_PRECONDITION", 4: "INTERNAL"}
 UNBOUNDED = 2**29
 STREAM = 0x5000
-ROLES = {"forward": 1, "backward": 2}
+ROLES = {"forward": 1, "backward": 2, "preprocess": 3}
 MAPPED = {
     "forward": ("query", "key", "value", "out"),
     "backward": ("query", "key", "value", "dout", "dkey", "dvalue"),
+    "preprocess": (),
 }
 LENGTHS = ("query_lengths", "key_lengths")
 OPERANDS = {
@@ -44,22 +45,32 @@ OPERANDS = {
         *("query", "key", "value", "dout", "lse", "delta", "scale", "dquery_factor", *LENGTHS),
         *("sums_zeros", "marks_zeros"),
     ),
+    "preprocess": ("out", "dout", "lse", "dlse", "query_lengths"),
 }
-RESULTS = {"forward": ("out", "lse"), "backward": ("dquery", "dkey", "dvalue", "sums", "marks")}
+RESULTS = {
+    "forward": ("out", "lse"),
+    "backward": ("dquery", "dkey", "dvalue", "sums", "marks"),
+    "preprocess": ("lse_base2", "delta", "sums", "marks"),
+}
 ATTRIBUTES = {  # and their types
     "forward": {
         "variant": "string",
         **dict.fromkeys(("window_left", "window_right"), "int32"),
         **dict.fromkeys(("kv_repeat", "kv_inner"), "int64"),
-    }
+    },
+    "preprocess": {"variant": "string"},
 }
 ATTRIBUTES["backward"] = {
     **ATTRIBUTES["forward"],
     **dict.fromkeys(("together", "lag"), "int64"),
     "deterministic": "boolean",
 }
-STRUCTS = {"forward": "R2pLaunch", "backward": "R2pBackward"}
-FUNCTIONS = {"forward": "r2p_launch", "backward": "r2p_launch_backward"}
+STRUCTS = {"forward": "R2pLaunch", "backward": "R2pBackward", "preprocess": "R2pPreprocess"}
+FUNCTIONS = {
+    "forward": "r2p_launch",
+    "backward": "r2p_launch_backward",
+    "preprocess": "r2p_launch_preprocess",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +84,10 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AnyCall:
-    """The fields that R2pLaunch and R2pBackward share."""
+    """The fields that the calls of all kernels share."""
 
     variant: str
-    query: Array
-    key: Array
-    value: Array
-    scale: Array
     query_lengths: Array
-    key_lengths: Array
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    kv_repeat: int = 1
-    kv_inner: int = 1
     stream: int = STREAM
 
     def change(self, *names: str, **fields: Any) -> Self:
@@ -95,7 +97,22 @@ class _AnyCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(_AnyCall):
+class _AttentionCall(_AnyCall):
+    """The fields that R2pLaunch and R2pBackward share."""
+
+    query: Array
+    key: Array
+    value: Array
+    scale: Array
+    key_lengths: Array
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    kv_repeat: int = 1
+    kv_inner: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(_AttentionCall):
     """One launch, with the fields of R2pLaunch."""
 
     out: Array
@@ -104,7 +121,7 @@ class Call(_AnyCall):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BackwardCall(_AnyCall):
+class BackwardCall(_AttentionCall):
     """One launch, with the fields of R2pBackward."""
 
     dout: Array
@@ -122,6 +139,21 @@ class BackwardCall(_AnyCall):
     lag: int = 1
     deterministic: int = 0
     role: str = dataclasses.field(default="backward", init=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessCall(_AnyCall):
+    """One launch, with the fields of R2pPreprocess."""
+
+    out: Array
+    dout: Array
+    lse: Array
+    dlse: Array
+    lse_base2: Array
+    delta: Array
+    sums: Array
+    marks: Array
+    role: str = dataclasses.field(default="preprocess", init=False)
 
 
 def make_call(
@@ -163,15 +195,6 @@ def make_call(
 
 def make_backward_variant(**fields: Any) -> Variant:
     """Returns a backward kernel that does not exist: fp16, head dims 96 and 64, with `fields` replaced."""
-    offsets, end = [], 0
-    for _, size in (listed := parameters.load_parameters("backward")):
-        alignment = 64 if size == 128 else min(size, 8)
-        offsets.append(-(-end // alignment) * alignment)
-        end = offsets[-1] + size
-    rows = tuple(
-        Parameter(name=name, offset=offset, size=size)
-        for (name, size), offset in zip(listed, offsets, strict=True)
-    )
     variant = Variant(
         name="bwd_fp16_d96v64_window",
         role="backward",
@@ -190,11 +213,49 @@ def make_backward_variant(**fields: Any) -> Variant:
         shared_memory=200_000,
         min_blocks=1,
         least_span=0,
-        parameters=rows,
+        parameters=_lay_out("backward"),
         registers=168,
         spills=0,
     )
     return dataclasses.replace(variant, **fields)
+
+
+def make_preprocess_variant(**fields: Any) -> Variant:
+    """Returns a preprocess kernel that does not exist: fp16, head dim 96, with `fields` replaced."""
+    variant = Variant(
+        name="pre_fp16_d96",
+        role="preprocess",
+        file="pre_fp16_d96.cubin",
+        sha256="",
+        size=1,
+        entry="pre_entry",
+        arch="sm_90a",
+        dtype="fp16",
+        head_dim=96,
+        value_head_dim=96,
+        mask="none",
+        tile_m=128,
+        tile_n=0,
+        threads=192,
+        shared_memory=0,
+        min_blocks=2,
+        least_span=0,
+        parameters=_lay_out("preprocess"),
+        registers=96,
+        spills=0,
+    )
+    return dataclasses.replace(variant, **fields)
+
+
+def _lay_out(role: Role) -> tuple[Parameter, ...]:
+    """The parameters of the kernels of a role, each at the first offset that it can have."""
+    rows, end = [], 0
+    for name, size in parameters.load_parameters(role):
+        alignment = 64 if size == 128 else min(size, 8)
+        offset = -(-end // alignment) * alignment
+        rows.append(Parameter(name=name, offset=offset, size=size))
+        end = offset + size
+    return tuple(rows)
 
 
 def make_backward_call(
@@ -247,6 +308,44 @@ def make_backward_call(
     arrays = _make_arrays(shapes, dtypes, variant)
     arrays |= {f"{name}_zeros": arrays[name] for name in ("sums", "marks")}
     return BackwardCall(**{"variant": variant.name, **arrays, "kv_repeat": batch // key[0], **fields})
+
+
+def make_preprocess_call(
+    variant: Variant,
+    out: tuple[int, int, int, int],
+    rows: int | None = None,
+    sums: tuple[int, int, int] = (3, 2, 4096),
+    *,
+    lengths: bool = False,
+    **fields: Any,
+) -> PreprocessCall:
+    """Returns a launch of the preprocess kernel; see `make_call`.
+
+    Args:
+      variant: A preprocess kernel.
+      out: Shape of out and dout, (B, T, N, Hv).
+      rows: Of lse_base2 and delta, Tp; None: whole tiles of `variant`.
+      sums: Their shape; that of marks follows from it.
+      lengths: Whether there are lengths of queries; if not, the array is empty.
+      **fields: Of PreprocessCall.
+    """
+    batch, queries, heads, _ = out
+    rows = -(-queries // variant.tile_m) * variant.tile_m if rows is None else rows
+    slots, tiles, _ = sums
+    shapes = {
+        "out": out,
+        "dout": out,
+        **dict.fromkeys(("lse", "dlse"), (batch, heads, queries)),
+        "query_lengths": (batch if lengths else 0,),
+        **dict.fromkeys(("lse_base2", "delta"), (batch, heads, rows)),
+        "sums": sums,
+        "marks": (slots, 2 + tiles),
+    }
+    dtypes = {
+        **dict.fromkeys(("lse", "dlse", "lse_base2", "delta", "sums"), "fp32"),
+        **dict.fromkeys(("query_lengths", "marks"), "int32"),
+    }
+    return PreprocessCall(**{"variant": variant.name, **_make_arrays(shapes, dtypes, variant), **fields})
 
 
 def _make_arrays(

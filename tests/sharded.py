@@ -101,9 +101,10 @@ def plain_backward_kernel(
     query,
     key,
     value,
+    out,
     dout,
     lse,
-    delta,
+    dlse,
     scale,
     dquery_factor,
     query_lengths,
@@ -121,6 +122,7 @@ def plain_backward_kernel(
     (batch, queries, heads, width), keys, kv_heads = query.shape, *key.shape[1:3]
     dtype, group = key.dtype, heads // kv_heads
     query = query.astype(np.float32).reshape(batch, queries, kv_heads, group, width)
+    delta = (out.astype(np.float32) * dout.astype(np.float32)).sum(-1).transpose(0, 2, 1) - dlse
     dout = dout.astype(np.float32).reshape(batch, queries, kv_heads, group, -1)
     runs = (batch // (kv_repeat * kv_inner), kv_repeat, kv_inner)
     key, value = (

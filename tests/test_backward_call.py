@@ -18,7 +18,7 @@ import pytest
 from launch_stub import LibraryError, StubProcess, make_backward_call, make_backward_variant
 
 from jax_r2p import _ffi
-from jax_r2p._manifest import InstallationError, Variant
+from jax_r2p._manifest import InstallationError, Variant, load_manifest
 from jax_r2p._spec import AttentionSpec
 
 WIDE = make_backward_variant(tile_m=128, head_dim=96)
@@ -27,15 +27,19 @@ BATCH, HEADS, KV_HEADS, KEYS = 3, 4, 2, 70
 
 
 class Recorder:
-    """Stands in for `jax.ffi.ffi_call`: keeps the call, and returns numbers that tell its results apart."""
+    """Stands in for `jax.ffi.ffi_call`: keeps calls by target; returns numbers that tell results apart."""
 
-    def __call__(self, target, results, *, input_output_aliases):
-        assert target == _ffi.BACKWARD_TARGET
-        self.results, self.aliases = results, input_output_aliases
+    def __init__(self):
+        self.results, self.aliases, self.operands, self.attributes = {}, {}, {}, {}
+
+    def __call__(self, target, results, *, input_output_aliases=None):
+        assert target not in self.results
+        self.results[target], self.aliases[target] = results, input_output_aliases
 
         def call(*operands, **attributes):
-            self.operands, self.attributes = operands, attributes
-            return [jnp.full(result.shape, i, result.dtype) for i, result in enumerate(results)]
+            self.operands[target], self.attributes[target] = operands, attributes
+            first = 10 if target == _ffi.PREPROCESS_TARGET else 0
+            return [jnp.full(x.shape, first + i, x.dtype) for i, x in enumerate(results)]
 
         return call
 
@@ -46,12 +50,13 @@ def arguments(queries: int, head_dim: int = 40, value_head_dim: int = 24) -> dic
         "query": (BATCH, queries, HEADS, head_dim),
         "key": (BATCH, KEYS, KV_HEADS, head_dim),
         "value": (BATCH, KEYS, KV_HEADS, value_head_dim),
+        "out": (BATCH, queries, HEADS, value_head_dim),
         "dout": (BATCH, queries, HEADS, value_head_dim),
         "lse": (BATCH, HEADS, queries),
-        "delta": (BATCH, HEADS, queries),
+        "dlse": (BATCH, HEADS, queries),
     }
     rows = {
-        name: rng.standard_normal(shape).astype("float32" if name in ("lse", "delta") else "float16")
+        name: rng.standard_normal(shape).astype("float32" if name in ("lse", "dlse") else "float16")
         for name, shape in shapes.items()
     }
     return {**rows, "scale": np.float32(0.5), "dquery_factor": np.float32(0.25)}
@@ -78,64 +83,80 @@ def recorder(monkeypatch):
 
 LENGTHS = ("query_lengths", "key_lengths")
 OPERANDS = ("query", "key", "value", "dout", "lse", "delta", "scale", "dquery_factor", *LENGTHS)
+PREPARED = ("lse", "delta", "sums", "marks")
 
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 128, 200])
 @pytest.mark.parametrize("lengths", [None, (0, 1, 1000)])
-def test_rows_as_the_kernel_takes_them(recorder, variant: Variant, queries: int, lengths):
-    """lse in base 2, +inf where there is no row or no key; delta 0 there, whatever it was."""
+def test_what_the_preprocess_kernel_is_asked_for(recorder, variant: Variant, queries: int, lengths):
+    """Rows in whole tiles of the backward kernel, and what that one adds to; both take the same lengths."""
     operands = arguments(queries)
-    lse, delta = operands["lse"], operands["delta"]
-    lse[:, 1] = -np.inf
-    delta[:, 1] = np.nan
     if lengths:
-        delta[0] = np.nan
-        lse[0] = np.nan
         operands["query_lengths"] = jnp.asarray(lengths, jnp.int32)
     call(variant, **operands)
-    got = dict(zip(OPERANDS, recorder.operands[:10], strict=True))
 
-    rows = -(-queries // variant.tile_m) * variant.tile_m
-    expected_lse = np.full((BATCH, HEADS, rows), np.inf, np.float32)
-    expected_delta = np.zeros((BATCH, HEADS, rows), np.float32)
-    for b, h, t in np.ndindex(lse.shape):
-        if h != 1 and (lengths is None or t < lengths[b]):
-            expected_lse[b, h, t] = lse[b, h, t] / math.log(2)
-            expected_delta[b, h, t] = delta[b, h, t]
-    assert (got["lse"].dtype, got["delta"].dtype) == (jnp.float32, jnp.float32)
-    np.testing.assert_allclose(got["lse"], expected_lse, rtol=3e-7)
-    np.testing.assert_array_equal(got["delta"], expected_delta)
+    names = ("out", "dout", "lse", "dlse", "query_lengths")
+    given = dict(zip(names, recorder.operands[_ffi.PREPROCESS_TARGET], strict=True))
+    for name in names[:4]:
+        np.testing.assert_array_equal(given[name], operands[name])
+    assert recorder.attributes[_ffi.PREPROCESS_TARGET] == {"variant": "pre_fp16_d64"}
+    assert recorder.aliases[_ffi.PREPROCESS_TARGET] is None
+    tiles = -(-queries // variant.tile_m)
+    lse, delta, *_ = recorder.results[_ffi.PREPROCESS_TARGET]
+    for rows in (lse, delta):
+        assert (rows.shape, rows.dtype) == ((BATCH, HEADS, tiles * variant.tile_m), jnp.float32)
+
+    taken = dict(zip((*OPERANDS, *PREPARED[2:]), recorder.operands[_ffi.BACKWARD_TARGET], strict=True))
+    for number, name in enumerate(PREPARED, start=10):
+        assert (taken[name] == number).all(), name
     for name in ("query", "key", "value", "dout", "scale", "dquery_factor"):
-        np.testing.assert_array_equal(got[name], operands[name])
-    assert got["query_lengths"].shape == ((BATCH,) if lengths else (0,))
-    assert got["key_lengths"].shape == (0,)
+        np.testing.assert_array_equal(taken[name], operands[name])
+    for lengths_of_queries in (given["query_lengths"], taken["query_lengths"]):
+        np.testing.assert_array_equal(lengths_of_queries, np.asarray(lengths or (), np.int32))
+    assert taken["key_lengths"].shape == (0,)
 
 
 @pytest.mark.parametrize("mask", ["window", "causal"])
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_sums_and_marks_start_as_zeros(recorder, variant: Variant, mask: str, deterministic: bool):
+def test_sums_and_marks(recorder, variant: Variant, mask: str, deterministic: bool):
     variant = dataclasses.replace(variant, mask=mask)
     call(variant, deterministic=deterministic, **arguments(200))
     tiles = -(-200 // variant.tile_m)
     plan = _ffi.plan_sums(
         variant, BATCH * KV_HEADS, HEADS // KV_HEADS, 200, KEYS, deterministic=deterministic
     )
-    sums, marks = recorder.operands[10:]
+    sums, marks = recorder.operands[_ffi.BACKWARD_TARGET][10:]
     assert (sums.shape, sums.dtype) == ((plan.slots, tiles, variant.tile_m * variant.head_dim), jnp.float32)
     assert (marks.shape, marks.dtype) == ((plan.slots, 2 + tiles), jnp.int32)
-    assert not sums.any()
-    assert not marks.any()
-    assert recorder.aliases == {10: 3, 11: 4}
-    for operand, result in recorder.aliases.items():
-        aliased = recorder.operands[operand]
-        assert (recorder.results[result].shape, recorder.results[result].dtype) == (
-            aliased.shape,
-            aliased.dtype,
-        )
-    attributes = [recorder.attributes[name] for name in ("together", "lag", "deterministic")]
-    assert attributes == [plan.together, plan.lag, deterministic]
+    aliases = recorder.aliases[_ffi.BACKWARD_TARGET]
+    assert aliases == {10: 3, 11: 4}
+    for operand, result in aliases.items():
+        aliased = recorder.operands[_ffi.BACKWARD_TARGET][operand]
+        like = recorder.results[_ffi.BACKWARD_TARGET][result]
+        assert (like.shape, like.dtype) == (aliased.shape, aliased.dtype)
+    attributes = recorder.attributes[_ffi.BACKWARD_TARGET]
+    assert [attributes[name] for name in ("together", "lag", "deterministic")] == [
+        plan.together,
+        plan.lag,
+        deterministic,
+    ]
+
+
+@pytest.mark.parametrize(("value_head_dim", "name"), [(72, "pre_fp16_d128"), (200, "pre_fp16_d256")])
+def test_wide_values_have_a_preprocess_kernel_of_their_own(recorder, value_head_dim: int, name: str):
+    variant = dataclasses.replace(WIDE, value_head_dim=256)
+    call(variant, **arguments(70, value_head_dim=value_head_dim))
+    assert recorder.attributes[_ffi.PREPROCESS_TARGET] == {"variant": name}
+
+
+def test_a_build_with_no_preprocess_kernel(recorder, monkeypatch):
+    manifest = dataclasses.replace(load_manifest(), variants=())
+    monkeypatch.setattr(_ffi, "load_manifest", lambda: manifest)
+    monkeypatch.setattr(_ffi, "register", lambda: None)
+    with pytest.raises(InstallationError, match=rf"no preprocess kernel for {WIDE.name}\. Reinstall"):
+        call(WIDE, **arguments(70))
 
 
 @pytest.mark.parametrize("variant", [WIDE, NARROW], ids=["128", "64"])
@@ -379,8 +400,8 @@ def lower(variant: Variant, *, lengths: bool = False, deterministic: bool = Fals
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def the_call(text: str) -> str:
-    (line,) = (line for line in text.splitlines() if f"custom_call @{_ffi.BACKWARD_TARGET}(" in line)
+def the_call(text: str, target: str = _ffi.BACKWARD_TARGET) -> str:
+    (line,) = (line for line in text.splitlines() if f"custom_call @{target}(" in line)
     return line
 
 
@@ -418,6 +439,24 @@ def test_names_types_and_attributes(lengths: bool, deterministic: bool):
         "lag": "6 : i64",
         "deterministic": str(deterministic).lower(),
     }
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_interface_of_the_preprocess_kernel(lengths: bool):
+    """The same for what prepares a backward kernel."""
+    line = the_call(lower(WIDE, lengths=lengths), _ffi.PREPROCESS_TARGET)
+    operands, results = types(line)
+    rows = ["3x200x4x24xf16"] * 2 + ["3x4x200xf32"] * 2
+    assert operands == [*rows, "3xi32" if lengths else "0xi32"]
+    assert results == ["3x4x256xf32", "3x4x256xf32", "12x2x12288xf32", "12x4xi32"]
+    assert re.search(r'mhlo\.backend_config = \{variant = "pre_fp16_d64"\}', line)
+    assert "output_operand_alias<" not in line
+    rank4, rank3, rank2, rank1 = (
+        f"dense<{list(reversed(range(rank))) if rank > 1 else 0}> : tensor<{rank}xindex>"
+        for rank in (4, 3, 2, 1)
+    )
+    assert f"operand_layouts = [{', '.join([rank4, rank4, rank3, rank3, rank1])}]" in line
+    assert f"result_layouts = [{', '.join([rank3, rank3, rank3, rank2])}]" in line
 
 
 def test_results_alias_their_zeros():

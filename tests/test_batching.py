@@ -148,7 +148,7 @@ def test_kernel_call(dims, there, shared, monkeypatch):
 
 
 def emulate_backward(
-    query, key, value, dout, lse, delta, scale, dquery_factor, query_lengths, key_lengths, **params
+    query, key, value, out, dout, lse, dlse, scale, dquery_factor, query_lengths, key_lengths, **params
 ):
     """The contract of `_ffi.attention_backward`, with all scores in memory."""
     assert params["variant"].role == "backward"
@@ -156,8 +156,10 @@ def emulate_backward(
     batch, t, heads, _ = query.shape
     s, group = key.shape[1], heads // key.shape[2]
     assert all(x.shape[-1] % 8 == 0 for x in (query, key, value, dout))
-    assert lse.shape == delta.shape == (batch, heads, t)
-    assert lse.dtype == delta.dtype == jnp.float32
+    assert out.shape == dout.shape == (*query.shape[:3], value.shape[-1])
+    assert out.dtype == dout.dtype == query.dtype
+    assert lse.shape == dlse.shape == (batch, heads, t)
+    assert lse.dtype == dlse.dtype == jnp.float32
     assert scale.shape == dquery_factor.shape == ()
     lengths = (query_lengths, key_lengths)
     assert all(x is None or (x.shape, x.dtype) == ((batch,), jnp.int32) for x in lengths)
@@ -174,6 +176,7 @@ def emulate_backward(
     seen &= (spec.left is None) | (distance >= -(spec.left or 0))
     seen &= (spec.right is None) | (distance <= (spec.right or 0))
 
+    delta = jnp.where(lse == -jnp.inf, 0, _blockwise.row_delta(out, lse, dout, dlse))
     q, do = (x.astype(jnp.float32) for x in (query, dout))
     k, v = (jnp.repeat(x[index].astype(jnp.float32), group, axis=2) for x in (key, value))
     product = functools.partial(jnp.einsum, precision="highest")

@@ -173,24 +173,56 @@ def test_symbolic_sizes_have_no_kernel():
 
 
 def test_role():
-    """Kernels of the other role do not count, and reasons name the role."""
+    """Kernels of another role do not count, and reasons name the role."""
+    prepare = [v for v in load_manifest().variants if v.role == "preprocess"]
     forward = [v for v in load_manifest().variants if v.role == "forward"]
     assert chosen(variants=forward, role="backward") == "this build has no backward kernel"
     backward = [
         dataclasses.replace(v, role="backward", name=f"bwd{v.name[3:]}") for v in forward if v.head_dim <= 128
     ]
-    assert chosen(CAUSAL, variants=forward + backward) == "fwd_bf16_d64_causal"
-    assert chosen(CAUSAL, variants=forward + backward, role="backward") == "bwd_bf16_d64_causal"
-    assert chosen(h=192, variants=forward + backward, role="backward") == (
+    variants = forward + backward + prepare
+    assert chosen(CAUSAL, variants=variants) == "fwd_bf16_d64_causal"
+    assert chosen(CAUSAL, variants=variants, role="backward") == "bwd_bf16_d64_causal"
+    assert chosen(h=192, variants=variants, role="backward") == (
         "no backward kernel takes head_dim=192; heads of up to 128 elements have one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "h", "hv", "name"),
+    [
+        *(("bfloat16", 64, 8, "pre_bf16_d64"), ("bfloat16", 64, 64, "pre_bf16_d64")),
+        *(("bfloat16", 64, 65, "pre_bf16_d128"), ("float16", 192, 128, "pre_fp16_d128")),
+        *(("float16", 8, 129, "pre_fp16_d256"), ("bfloat16", 256, 256, "pre_bf16_d256")),
+    ],
+)
+@pytest.mark.parametrize("spec", [NONE, CAUSAL, WINDOW], ids=["none", "causal", "window"])
+def test_what_prepares_a_backward_pass(spec, dtype, h, hv, name):
+    """Depends on the dtype and on the width of value, and on nothing else."""
+    assert chosen(spec, h=h, hv=hv, dtype=dtype, role="preprocess") == name
+
+
+def test_backward_kernels_need_what_prepares_for_them():
+    variants = [v for v in load_manifest().variants if v.role != "preprocess"]
+    assert chosen(CAUSAL, variants=variants) == "fwd_bf16_d64_causal"
+    assert chosen(CAUSAL, variants=variants, role="backward") == (
+        "this build has no preprocess kernel for sm_90a, bf16, value_head_dim=64"
+    )
+    narrow = [*variants, *(v for v in load_manifest().variants if v.name == "pre_bf16_d64")]
+    assert chosen(CAUSAL, variants=narrow, role="backward") == "bwd_bf16_d64_causal"
+    assert chosen(CAUSAL, h=128, variants=narrow, role="backward") == (
+        "this build has no preprocess kernel for sm_90a, bf16, value_head_dim=128"
     )
 
 
 def test_a_backward_kernel_needs_few_enough_tiles_of_keys():
     """Its thread blocks are tiles of keys."""
     variant = dataclasses.replace(load_manifest().variants[0], role="backward", mask="none")
+    prepare = [v for v in load_manifest().variants if v.role == "preprocess"]
     most = UNBOUNDED // 2**10 * variant.tile_n
-    call = functools.partial(chosen, t=1, batch=(2**10,), n=1, k=1, h=8, variants=[variant], role="backward")
+    call = functools.partial(
+        chosen, t=1, batch=(2**10,), n=1, k=1, h=8, variants=[variant, *prepare], role="backward"
+    )
     assert call(s=most) == variant.name
     assert "tiles of" in call(s=most + 1)
 

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::jax_r2p.FallbackWarning")
 pytest.importorskip("flatbuffers", reason="jax.export writes and reads files with flatbuffers")
 
 VARIANTS = {variant.name: variant.role for variant in load_manifest().variants}
-ROLES = {_ffi.BACKWARD_TARGET: "backward", _sharding.BACKWARD_TARGET: "backward"}
+ROLES = {
+    _ffi.BACKWARD_TARGET: "backward",
+    _sharding.BACKWARD_TARGET: "backward",
+    _ffi.PREPROCESS_TARGET: "preprocess",
+}
 """Of the kernels in a target's calls; those of the others are forward."""
 ADVICE = """
 tests/data/{file} stands for files that users of released versions keep. It must go on running:
@@ -82,7 +86,7 @@ def test_files_of_before_call_what_there_is(name):
     assert old, "the file holds no call"
     for call in old:
         assert call["target"] in _export.TARGETS, f"no handler for {call['target']}.{advice}"
-        kernel = re.search(r"(?:fwd|bwd)_\w+", call["attributes"])[0]
+        kernel = re.search(r"(?:fwd|bwd|pre)_\w+", call["attributes"])[0]
         assert VARIANTS.get(kernel) == ROLES.get(call["target"], "forward"), f"no kernel {kernel}.{advice}"
     # Names that nothing calls any more are for tests of the handlers that were kept for them.
     current = {call["target"] for call in new}

@@ -12,10 +12,13 @@ from launch_stub import (
     BackwardCall,
     Call,
     LibraryError,
+    PreprocessCall,
     StubProcess,
     make_backward_call,
     make_backward_variant,
     make_call,
+    make_preprocess_call,
+    make_preprocess_variant,
 )
 
 from jax_r2p._manifest import load_manifest
@@ -48,7 +51,10 @@ BACKWARD = make_backward_call(
     slots=24,
     deterministic=1,
 )
-CALLS = {"forward": CALL, "backward": BACKWARD}
+PREPROCESS_VARIANT = make_preprocess_variant()
+PREPROCESS = make_preprocess_call(PREPROCESS_VARIANT, (6, 300, 4, 24), 384, (24, 3, 128 * 96), lengths=True)
+CALLS = {"forward": CALL, "backward": BACKWARD, "preprocess": PREPROCESS}
+AnyCall = Call | BackwardCall | PreprocessCall
 COMMAND_BUFFER_COMPATIBLE = 1
 
 
@@ -58,6 +64,7 @@ def process():
         for variant in VARIANTS.values():
             process.add(variant)
         process.add(BACKWARD_VARIANT, cubin="made up")
+        process.add(PREPROCESS_VARIANT, cubin="made up")
         yield process
 
 
@@ -77,10 +84,10 @@ def test_initialize_loads_and_execute_launches(process: StubProcess, role: str):
     assert launching.count("cuLaunchKernelEx") == 1
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, BACKWARD_VARIANT.name])
+@pytest.mark.parametrize("name", [*VARIANTS, BACKWARD_VARIANT.name, PREPROCESS_VARIANT.name])
 def test_execute_is_the_launch_of_the_c_interface(process: StubProcess, name: str):
-    """Every buffer and attribute arrives where the same field of R2pLaunch, or R2pBackward, does."""
-    call: Call | BackwardCall = BACKWARD
+    """Every buffer and attribute arrives where the same field of R2pLaunch, or of its like, does."""
+    call: AnyCall = PREPROCESS if name == PREPROCESS_VARIANT.name else BACKWARD
     if name in VARIANTS:
         call = dataclasses.replace(CALL, variant=name)
         call = call.change("query", "key", "value", "out", dtype=VARIANTS[name].dtype)
@@ -110,7 +117,7 @@ def test_metadata(process: StubProcess, stage: str, traits: int, role: str):
     assert process.metadata(stage, role) == {"major": 0, "minor": 1, "traits": traits}
 
 
-ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
+ERRORS: dict[str, tuple[AnyCall, dict[str, Any], str]] = {
     "launcher": (CALL.change("query", dtype="fp16"), {}, "INVALID_ARGUMENT: query: expected dtype bfloat16"),
     "rank": (CALL.change("lse", shape=(6, 4)), {}, "INVALID_ARGUMENT: lse: expected rank 3; got rank 2"),
     "unknown-variant": (
@@ -183,6 +190,37 @@ ERRORS: dict[str, tuple[Call | BackwardCall, dict[str, Any], str]] = {
         BACKWARD,
         {"attributes": {"window_right": ["int64", 5]}},
         r"INVALID_ARGUMENT: [\s\S]*expected S32 but got S64",
+    ),
+    "preprocess-launcher": (
+        PREPROCESS.change("sums", shape=(24, 3, 6)),
+        {},
+        "INVALID_ARGUMENT: sums: expected tiles of a multiple of 4 elements; got 6",
+    ),
+    "preprocess-rank": (
+        PREPROCESS.change("delta", shape=(6, 4)),
+        {},
+        "INVALID_ARGUMENT: delta: expected rank 3; got rank 2",
+    ),
+    "preprocess-missing-argument": (
+        PREPROCESS,
+        {"arguments": 4},
+        "INVALID_ARGUMENT: Wrong number of arguments: expected 5",
+    ),
+    "preprocess-missing-attribute": (
+        PREPROCESS,
+        {"attributes": {"variant": None}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 1 but got 0",
+    ),
+    "preprocess-unknown-attribute": (
+        PREPROCESS,
+        {"attributes": {"lag": ["int64", 1]}},
+        "INVALID_ARGUMENT: Wrong number of attributes: expected 1 but got 2",
+    ),
+    "no-preprocess-kernel": (
+        dataclasses.replace(PREPROCESS, variant=BACKWARD_VARIANT.name),
+        {},
+        "INVALID_ARGUMENT: variant: expected a preprocess kernel; got the backward kernel "
+        f"'{BACKWARD_VARIANT.name}'",
     ),
     "forward-kernel": (
         dataclasses.replace(BACKWARD, variant=VARIANT.name),

@@ -226,11 +226,15 @@ def test_registers_once_from_many_threads(registered, monkeypatch):
             ),
             {"platform": "CUDA"},
         )
-        for target, role in ((_ffi.TARGET, "forward"), (_ffi.BACKWARD_TARGET, "backward"))
+        for target, role in (
+            (_ffi.TARGET, "forward"),
+            (_ffi.BACKWARD_TARGET, "backward"),
+            (_ffi.PREPROCESS_TARGET, "preprocess"),
+        )
     ]
 
 
-@pytest.mark.parametrize(("role", "code"), [("forward", 1), ("backward", 2)])
+@pytest.mark.parametrize(("role", "code"), [("forward", 1), ("backward", 2), ("preprocess", 3)])
 def test_what_the_library_is_told(registered, monkeypatch, role, code):
     library = Recorder()
     monkeypatch.setattr(_ffi, "load_library", lambda: library)
@@ -262,7 +266,7 @@ def test_a_broken_kernel_does_not_keep_others_from_running(package, registered, 
     ((name, message),) = library.broken
     assert name == variant.name
     assert f"{variant.file} is missing" in message
-    assert len(registered) == 2
+    assert len(registered) == 3
 
 
 def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
@@ -272,7 +276,7 @@ def test_a_failed_registration_can_be_repeated(registered, monkeypatch):
     assert registered == []
     monkeypatch.setattr(_ffi, "load_library", Recorder)
     _ffi.register()
-    assert len(registered) == 2
+    assert len(registered) == 3
 
 
 @pytest.fixture
@@ -300,7 +304,7 @@ def test_kernels_of_a_folder(registered, monkeypatch, folder):
         address = ctypes.c_void_p.from_buffer(told, type(told).cubin.offset).value
         cubin = ctypes.string_at(address, told.cubin_size)
         assert hashlib.sha256(cubin).hexdigest() == variant.sha256
-    assert len(registered) == 2
+    assert len(registered) == 3
 
 
 @pytest.mark.parametrize(("contents", "problem"), [(b"other bytes", "altered"), (None, "missing")])

@@ -612,7 +612,13 @@ def test_another_versions_structs_are_refused(fresh: StubProcess):
 # Registration.
 
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "role": ({"role": 0}, r"role: expected 1 \(forward\) or 2 \(backward\); got 0"),
+    **{
+        f"role-{role}": (
+            {"role": role},
+            rf"role: expected 1 \(forward\), 2 \(backward\) or 3 \(preprocess\); got {role}",
+        )
+        for role in (0, 4)
+    },
     "dtype": ({"dtype": 11}, r"dtype: expected 16 \(bfloat16\) or 10 \(float16\); got 11"),
     "head-dim": ({"head_dim": 80}, r"head_dim: expected a multiple of 32 in 32\.\.256; got 80"),
     "value-head-dim": (
@@ -936,11 +942,14 @@ def test_library_exports_its_interface_and_nothing_else():
         "jax_r2p_attention_backward_initialize",
         "jax_r2p_attention_forward_execute",
         "jax_r2p_attention_forward_initialize",
+        "jax_r2p_attention_preprocess_execute",
+        "jax_r2p_attention_preprocess_initialize",
         "r2p_add_broken_variant",
         "r2p_add_variant",
         "r2p_counters",
         "r2p_launch",
         "r2p_launch_backward",
+        "r2p_launch_preprocess",
         "r2p_load",
     }
 

@@ -14,9 +14,11 @@ from launch_stub import (
     Array,
     BackwardCall,
     Call,
+    PreprocessCall,
     StubProcess,
     make_backward_call,
     make_call,
+    make_preprocess_call,
 )
 
 from jax_r2p._manifest import Variant, load_manifest
@@ -111,8 +113,29 @@ def backward_calls_of(variant: Variant) -> dict[str, BackwardCall]:
     }
 
 
+def preprocess_calls_of(variant: Variant) -> dict[str, PreprocessCall]:
+    """The same for a preprocess kernel."""
+    head_dim = variant.value_head_dim
+    return {
+        "one tile": make_preprocess_call(variant, (1, variant.tile_m, 1, head_dim)),
+        "one element of each": make_preprocess_call(variant, (1, 1, 1, 8), 1, (1, 1, 4)),
+        "ragged": make_preprocess_call(variant, (3, 1021, 10, head_dim), 1088, (13, 17, 64 * head_dim)),
+        "narrow head": make_preprocess_call(
+            variant, (2, 130, 6, head_dim - 24), 192, (12, 3, 64 * head_dim), lengths=True
+        ),
+        "over 2^31 elements": make_preprocess_call(
+            variant, (2, 70_000, 128, head_dim), 70_016, (256, 1094, 64 * 256)
+        ),
+    }
+
+
 def calls(variant: Variant) -> dict[str, Any]:
-    return backward_calls_of(variant) if variant.role == "backward" else calls_of(variant)
+    makers: dict[str, Any] = {
+        "forward": calls_of,
+        "backward": backward_calls_of,
+        "preprocess": preprocess_calls_of,
+    }
+    return makers[variant.role](variant)
 
 
 def array(x: Array) -> tuple[str, int, tuple[int, ...]]:
@@ -129,16 +152,27 @@ def numbers(*values: int) -> list[tuple[str, int]]:
     return [("int32", value) for value in values]
 
 
-def host_call(call: Call | BackwardCall, launched: dict[str, Any]) -> HostCall:
+def host_call(call: Call | BackwardCall | PreprocessCall, launched: dict[str, Any]) -> HostCall:
     """The same call for the kernel's host code, which leaves some choices to its caller.
 
     How the tiles are dealt out is the launcher's own decision. And it passes on a window end that is beyond
     all rows or keys as one that just reaches them all, to stay clear of 32-bit overflow.
     """
+    arguments: list[tuple[Any, ...]]
+    if isinstance(call, PreprocessCall):
+        arguments = [
+            *(array(x) for x in (call.out, call.dout, call.lse, call.dlse)),
+            ("int64", address(call.query_lengths)),
+            *(array(x) for x in (call.lse_base2, call.delta, call.sums)),
+            ("int64", call.marks.data),
+            *(("int64", math.prod(x.shape)) for x in (call.sums, call.marks)),
+            *numbers(call.out.shape[1], call.lse_base2.shape[2], *call.out.shape[2:]),
+            *numbers(launched["grid"][0]),
+        ]
+        return HostCall(arguments=arguments, stream=call.stream)
     windows = min(call.window_left, call.key.shape[1]), min(call.window_right, call.query.shape[1])
     lengths = [("int64", address(x)) for x in (call.query_lengths, call.key_lengths)]
     scale = ("pointer", call.scale.data)
-    arguments: list[tuple[Any, ...]]
     if isinstance(call, BackwardCall):
         arguments = [
             *(array(x) for x in (call.query, call.key, call.value, call.dout, call.dkey, call.dvalue)),

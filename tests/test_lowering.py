@@ -273,7 +273,8 @@ def backward_kernels(monkeypatch):
     manifest = load_manifest()
     forward = [v for v in manifest.variants if v.role == "forward"]
     backward = [dataclasses.replace(v, role="backward", name=v.name.replace("fwd", "bwd")) for v in forward]
-    manifest = dataclasses.replace(manifest, variants=(*backward, *forward))
+    prepare = [v for v in manifest.variants if v.role == "preprocess"]
+    manifest = dataclasses.replace(manifest, variants=(*backward, *forward, *prepare))
     monkeypatch.setattr(_dispatch, "load_manifest", lambda: manifest)
 
 

@@ -76,8 +76,9 @@ def test_row_is_the_config(variant: Variant) -> None:
     value = "" if variant.value_head_dim == variant.head_dim else f"v{variant.value_head_dim}"
     wide = "_wide" if variant.least_span else ""
     assert variant.role == config.role
-    prefix = {"forward": "fwd", "backward": "bwd"}[variant.role]
-    assert variant.name == f"{prefix}_{variant.dtype}_d{variant.head_dim}{value}_{variant.mask}{wide}"
+    prefix = {"forward": "fwd", "backward": "bwd", "preprocess": "pre"}[variant.role]
+    mask = "" if variant.role == "preprocess" else f"_{variant.mask}"
+    assert variant.name == f"{prefix}_{variant.dtype}_d{variant.head_dim}{value}{mask}{wide}"
     assert variant.least_span == VARIANTS[variant.name].least_span
     assert variant.file == f"{variant.name}.cubin"
     assert variant.name in variant.entry

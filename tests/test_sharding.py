@@ -341,8 +341,9 @@ def test_what_is_around_the_backward_kernel(calls, monkeypatch):
     monkeypatch.setattr(_ffi, "attention_backward", calls.real_backward)
 
     def ffi_call(target, results, **options):
-        assert target == _ffi.BACKWARD_TARGET
-        shapes.append(results[1].shape)
+        if target != _ffi.PREPROCESS_TARGET:
+            assert target == _ffi.BACKWARD_TARGET
+            shapes.append(results[1].shape)
         return lambda *operands, **attributes: [jnp.zeros(x.shape, x.dtype) for x in results]
 
     shapes = []

@@ -3,7 +3,7 @@
 A whole kernel's count says little about its time: most of its instructions run once a tile or never. So the
 round of a forward kernel's consumers, which computes one tile, is divided at its loops over key blocks, and
 each is counted on its own. A backward kernel has one loop, over query tiles; of its step the part that masks
-is counted once more by itself.
+is counted once more by itself. A preprocess kernel runs through once, and is counted as a whole.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def parts(kernel: sass.Kernel, mask: Mask, role: Role = "forward") -> dict[str, 
     """Divides a kernel of this package.
 
     A forward kernel: the whole, a tile's first block, and each loop over key blocks. A backward kernel: the
-    whole, the loop over query tiles, and the part of it that masks.
+    whole, the loop over query tiles, and the part of it that masks. A preprocess kernel: the whole.
 
     Raises:
       sass.SassError: The kernel has other loops than its mask asks for, or masks where it should not.
     """
+    if role == "preprocess":
+        return {WHOLE: kernel}
     inner = kernel.innermost_loops("HGMMA", "MUFU")
     around = [
         loop

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from jax_r2p._manifest import Parameter, Toolchain, Variant
+from jax_r2p._manifest import Parameter, Role, Toolchain, Variant
 from jax_r2p.aot import checks, elf, parameters
 from jax_r2p.aot.variants import ARCH, VariantRow
 
@@ -134,8 +134,14 @@ def _compile(row: VariantRow) -> tuple[bytes, str, int]:
 
     from jax_r2p.kernels.backward import AttentionBackward
     from jax_r2p.kernels.forward import AttentionForward
+    from jax_r2p.kernels.preprocess import AttentionPreprocess
 
-    kernel_type: Any = {"forward": AttentionForward, "backward": AttentionBackward}[row.config.role]
+    kernel_types: dict[Role, Any] = {
+        "forward": AttentionForward,
+        "backward": AttentionBackward,
+        "preprocess": AttentionPreprocess,
+    }
+    kernel_type = kernel_types[row.config.role]
     kernel = kernel_type(row.config)
     # The names live on the function objects, not on this kernel. The kernel's gets "_0", the launch's number.
     short = {"remove_cutlass_symbol": True, "keep_mangled_name": False}

@@ -7,7 +7,7 @@ of bf16 and length 8192, the candidates of a row alternating in one run; docs/pe
 import dataclasses
 from typing import Any, Literal
 
-from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, Mask
+from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, Mask, PreprocessConfig
 
 ARCH = "sm_90a"
 """Target of every kernel. The "a" allows WGMMA and `setmaxnreg`, and binds the cubin to capability 9.0."""
@@ -25,7 +25,7 @@ class VariantRow:
       least_span: Keys that a row's window must have for this kernel to be chosen before those with less.
     """
 
-    config: ForwardConfig | BackwardConfig
+    config: ForwardConfig | BackwardConfig | PreprocessConfig
     declared_spills: int = 0
     suffix: str = ""
     least_span: int = 0
@@ -173,7 +173,17 @@ FORWARD: dict[str, VariantRow] = {row.name: row for dtype in _DTYPES for row in 
 BACKWARD: dict[str, VariantRow] = {row.name: row for dtype in _DTYPES for row in _backward_rows(dtype)}
 """The backward kernels by name."""
 
-VARIANTS: dict[str, VariantRow] = FORWARD | BACKWARD
+PREPROCESS: dict[str, VariantRow] = {
+    row.name: row
+    for row in (
+        VariantRow(PreprocessConfig(dtype=dtype, value_head_dim=width))
+        for dtype in _DTYPES
+        for width in (64, 128, 256)
+    )
+}
+"""The kernels that prepare what the backward ones read, by name."""
+
+VARIANTS: dict[str, VariantRow] = FORWARD | BACKWARD | PREPROCESS
 """Every kernel by name."""
 
 

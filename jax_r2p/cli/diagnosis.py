@@ -334,7 +334,8 @@ def _check_registration() -> Finding:
         _ffi.register()
     except (RuntimeError, ValueError) as error:  # InstallationError is one; others are XLA's
         return Finding("XLA", "problem", f"does not accept the library: {first_line(error)}")
-    return Finding("XLA", "ok", f"has registered {_ffi.TARGET} and {_ffi.BACKWARD_TARGET}")
+    targets = f"{_ffi.TARGET}, {_ffi.BACKWARD_TARGET} and {_ffi.PREPROCESS_TARGET}"
+    return Finding("XLA", "ok", f"has registered {targets}")
 
 
 # The kernels.
@@ -349,7 +350,7 @@ def _check_calls(variants: Sequence[Variant]) -> Finding:
         chosen = call.chosen()
         if explanation.implementation != "r2p" or chosen != variant:
             detail = f"a call for {variant.name} does not run it. {explanation}"
-            if variant.role == "backward":
+            if variant.role != "forward":
                 detail += f" Its gradients: {chosen if isinstance(chosen, str) else chosen.name}."
             return Finding("calls", "problem", detail)
     return Finding("calls", "ok", f"each of the {len(variants)} kernels is chosen by calls")

@@ -1,7 +1,8 @@
 """Runs every kernel once, on a problem that takes a moment, and compares it with the reference.
 
 A backward kernel gets out and the residual from the reference, so that it stands or falls by itself, and is
-compared with the derivatives in plain XLA.
+compared with the derivatives in plain XLA. So is a preprocess kernel, without which no backward one computes
+anything.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _KEYWORDS: Mapping[MaskKind, _Keywords] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of `attention` that runs one kernel, forward or backward.
+    """A call of `attention`, or of its gradients, that runs one kernel.
 
     Attributes:
       variant: The kernel.
@@ -54,6 +55,11 @@ class Call:
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
     cotangents: tuple[np.ndarray, np.ndarray]
     keywords: _Keywords
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the kernel is one of those that compute gradients."""
+        return self.variant.role != "forward"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -109,8 +115,8 @@ def run_kernels(variants: Sequence[Variant], device: jax.Device) -> dict[str, st
     calls = [call_of(variant) for variant in variants]
     wanted = _references(calls, _reference_device(device))
     forwards, backwards = (
-        [(call, want) for call, want in zip(calls, wanted, strict=True) if call.variant.role == role]
-        for role in ("forward", "backward")
+        [(call, want) for call, want in zip(calls, wanted, strict=True) if call.is_gradient == is_gradient]
+        for is_gradient in (False, True)
     )
     messages = {}
     for trials in (forwards, backwards):
@@ -122,7 +128,7 @@ def run_kernels(variants: Sequence[Variant], device: jax.Device) -> dict[str, st
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """What the reference computes of a call: out, the residual and, for a backward kernel, gradients."""
+    """What the reference computes of a call: out, the residual and, for a gradient, the gradients."""
 
     rows: tuple[Any, Any]
     gradients: tuple[Any, ...] | None
@@ -134,7 +140,7 @@ def _references(calls: Sequence[Call], device: jax.Device) -> list[_Reference]:
         for call, (arrays, cotangents) in zip(calls, inputs, strict=True):
             out, residual = attention(*arrays, **call.keywords, return_residual=True, implementation="xla")
             gradients = None
-            if call.variant.role == "backward":
+            if call.is_gradient:
                 gradients = _blockwise.backward(
                     *_operands(arrays), None, None, *_rows((out, residual), cotangents), spec=call.spec
                 )[:3]
@@ -171,7 +177,7 @@ def gradients(
 
 
 _Trials = Sequence[tuple[Call, _Reference]]
-"""Calls of one role, and what they should give."""
+"""Calls that are all forward or all gradients, and what they should give."""
 
 
 def _run_or_fail(trials: _Trials, device: jax.Device) -> list[Any]:
@@ -193,14 +199,14 @@ def _run(trials: _Trials, device: jax.Device) -> list[Any]:
     def program(inputs: Sequence[Any]) -> list[Any]:
         return [
             gradients(*given, spec=call.spec)
-            if call.variant.role == "backward"
+            if call.is_gradient
             else attention(*given[0], **call.keywords, return_residual=True, implementation="r2p")
             for (call, _), given in zip(trials, inputs, strict=True)
         ]
 
     # A forward call has no use for the rest.
     given = [
-        (call.arrays, want.rows, call.cotangents) if call.variant.role == "backward" else (call.arrays,)
+        (call.arrays, want.rows, call.cotangents) if call.is_gradient else (call.arrays,)
         for call, want in trials
     ]
     inputs = jax.device_put(given, device)
@@ -211,9 +217,9 @@ def _run(trials: _Trials, device: jax.Device) -> list[Any]:
 
 def _require_backward_kernels(calls: Sequence[Call], text: str) -> None:
     """Refuses a program that computes gradients as plain XLA, which nothing else would tell."""
-    wanted = sum(call.variant.role == "backward" for call in calls)
+    wanted = sum(call.is_gradient for call in calls)
     if text.count(f"@{_ffi.BACKWARD_TARGET}(") < wanted:
-        name = next(call.variant.name for call in calls if call.variant.role == "backward")
+        name = next(call.variant.name for call in calls if call.is_gradient)
         raise RuntimeError(f"the gradients of a call for {name} run as plain XLA")
 
 
@@ -228,7 +234,7 @@ def _reference_device(device: jax.Device) -> jax.Device:
 def _difference(call: Call, got: Sequence[Any], reference: _Reference) -> str | None:
     names: tuple[str, ...]
     wanted: tuple[Any, ...]
-    if call.variant.role == "backward":
+    if call.is_gradient:
         names, wanted = ("dquery", "dkey", "dvalue"), reference.gradients or ()
         # Weights and their cotangents are rounded before they are summed, and the sums once more: together
         # less than the eps of the largest one. Twice that, as below.

@@ -13,17 +13,52 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.utils import LayoutEnum
 
 from jax_r2p.kernels import blocks
-from jax_r2p.kernels.config import BackwardConfig, ForwardConfig
+from jax_r2p.kernels.config import BackwardConfig, ForwardConfig, PreprocessConfig
 
 LOG2_E = math.log2(math.e)
 
 
-class AttentionKernel:
+class Kernel:
     """A kernel of one config."""
+
+    def __init__(self, config: ForwardConfig | BackwardConfig | PreprocessConfig):
+        """Fix everything that is static."""
+        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
+
+    @cute.jit
+    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
+        """How many of the `extent` rows of an array the sequence of a batch fills.
+
+        All warps have to come to the same blocks, and do: nothing writes the lengths meanwhile.
+        """
+        length = extent
+        if lengths != 0:
+            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
+            length = cute.arch.load(stored + batch, Int32)
+            length = blocks.minimum(blocks.maximum(length, 0), extent)
+        return length
+
+    def round_pairs(self, values: Any, pairs: Any) -> None:
+        """Round fp32 registers to the input type, two to a register."""
+        for i in range(cute.size(pairs)):
+            pairs[i] = self.pack(values[2 * i], values[2 * i + 1])
+
+    def pack(self, low: Float32, high: Float32) -> Uint32:
+        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
+        suffix = {BFloat16: "bf16x2", Float16: "f16x2"}[self.dtype]
+        return cute.arch.inline_ptx(
+            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[high, low],
+        )
+
+
+class AttentionKernel(Kernel):
+    """A kernel that computes with tiles of query, key and value."""
 
     def __init__(self, config: ForwardConfig | BackwardConfig):
         """Fix everything that is static."""
-        self.dtype = {"bf16": BFloat16, "fp16": Float16}[config.dtype]
+        super().__init__(config)
         self.tile_m = config.tile_m
         self.tile_n = config.tile_n
         self.head_dim = config.head_dim
@@ -57,36 +92,9 @@ class AttentionKernel:
         )
         return (atom, *views)
 
-    @cute.jit
-    def sequence_length(self, lengths: Int64, batch: Int32, extent: Int32) -> Int32:
-        """How many of the `extent` rows of an array the sequence of a batch fills.
-
-        All warps have to come to the same blocks, and do: nothing writes the lengths meanwhile.
-        """
-        length = extent
-        if lengths != 0:
-            stored = cute.make_ptr(Int32, lengths, cute.AddressSpace.gmem, assumed_align=4)
-            length = cute.arch.load(stored + batch, Int32)
-            length = blocks.minimum(blocks.maximum(length, 0), extent)
-        return length
-
     def _right_bound(self, work: Any) -> Any:
         """The right bound: a constant 0 for causal masks, a parameter for windows, None without a mask."""
         return {"none": None, "causal": 0, "window": work.window_right}[self.mask]
-
-    def round_pairs(self, values: Any, pairs: Any) -> None:
-        """Round fp32 registers to the input type, two to a register."""
-        for i in range(cute.size(pairs)):
-            pairs[i] = self.pack(values[2 * i], values[2 * i + 1])
-
-    def pack(self, low: Float32, high: Float32) -> Uint32:
-        """Two fp32 numbers rounded to the input type in one register, by one instruction."""
-        suffix = {BFloat16: "bf16x2", Float16: "f16x2"}[self.dtype]
-        return cute.arch.inline_ptx(
-            f"cvt.rn.{suffix}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Uint32],
-            read_only_args=[high, low],
-        )
 
 
 def fake_array(dtype: Any, shape: tuple, align: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Role = Literal["forward", "backward"]
+Role = Literal["forward", "backward", "preprocess"]
 Mask = Literal["none", "causal", "window"]
 MaskLowering = Literal["r2p", "compare"]
 
@@ -35,6 +35,12 @@ SHARED_MEMORY_RESERVED = 1024
 
 FINISH_WARPS = 2
 """Warps of the backward kernel that turn finished sums of dQ into rows."""
+
+VECTOR = 8
+"""Elements of a 16-bit type in 16 bytes, the most that a thread loads at once."""
+
+ROWS_AT_ONCE = 8
+"""Rows that a thread of the preprocess kernel loads before it adds anything up."""
 
 BOX_COLUMNS = (64, 32)
 """Columns that a TMA box can have: what the 128- and 64-byte swizzles span, in elements of a 16-bit type."""
@@ -331,3 +337,52 @@ class BackwardConfig:
         """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
         value = "" if self.value_head_dim == self.head_dim else f"v{self.value_head_dim}"
         return f"bwd_{self.dtype}_d{self.head_dim}{value}_{self.mask}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig:
+    """One compiled form of the kernel that prepares what the backward kernel reads.
+
+    Attributes:
+      dtype: `"bf16"` or `"fp16"`, of out and its cotangent.
+      value_head_dim: columns of out: 64, 128 or 256. Of narrower heads some threads have no columns.
+    """
+
+    role: ClassVar[Role] = "preprocess"
+    mask: ClassVar[Mask] = "none"
+    tile_m: ClassVar[int] = 128
+    tile_n: ClassVar[int] = 0
+    shared_memory: ClassVar[int] = 0
+
+    dtype: Literal["bf16", "fp16"]
+    value_head_dim: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run: lanes of a row must divide a warp."""
+        if self.value_head_dim not in (64, 128, 256):
+            raise ValueError(f"value_head_dim={self.value_head_dim} must be one of (64, 128, 256)")
+
+    @property
+    def head_dim(self) -> int:
+        """The same as `value_head_dim`, since there is no other array."""
+        return self.value_head_dim
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row, with 16 bytes of it each."""
+        return self.value_head_dim // VECTOR
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.tile_m // ROWS_AT_ONCE * self.lanes
+
+    @property
+    def min_blocks(self) -> int:
+        """CTAs that must fit on an SM together: 512 threads, with more loads in flight than memory needs."""
+        return 512 // self.threads
+
+    @property
+    def name(self) -> str:
+        """Name of the variant, of its cubin file and, with a prefix, of its entry symbol."""
+        return f"pre_{self.dtype}_d{self.value_head_dim}"

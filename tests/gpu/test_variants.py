@@ -52,18 +52,19 @@ def test_explain_says_the_kernel_runs(call):
 
 
 def test_every_shipped_variant_is_used():
-    """Backward kernels by the gradients of these calls, whose values test_backward.py compares."""
+    """Those of the backward pass by the gradients of these calls, whose values test_backward.py compares."""
     shipped = {role: {v.name for v in load_manifest().variants if v.role == role} for role in get_args(Role)}
     assert {_explain(call).variant for call in CALLS} == shipped["forward"]
-    chosen = [_backward_kernel(call) for call in CALLS]
-    assert {variant.name for variant in chosen if isinstance(variant, Variant)} == shipped["backward"]
+    for role in ("backward", "preprocess"):
+        chosen = [_kernel(call, role) for call in CALLS]
+        assert {variant.name for variant in chosen if isinstance(variant, Variant)} == shipped[role]
 
 
-def _backward_kernel(call: Call) -> Variant | str:
+def _kernel(call: Call, role: Role) -> Variant | str:
     p = call.problem()
     shapes = (p.query.shape, p.key.shape, p.value.shape)
     spec = AttentionSpec(left=p.left, right=p.right)
-    return _dispatch.choose(spec, *shapes, p.query.dtype, _dispatch.HOPPER, role="backward")
+    return _dispatch.choose(spec, *shapes, p.query.dtype, _dispatch.HOPPER, role=role)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
