@@ -112,8 +112,11 @@ Status LoadKernel(const Driver& driver, VariantSlot* slot, LoadedKernel* kernel)
                   Text(purpose, ", ", variant.shared_memory, " bytes of shared memory"), fresh,
                   CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared_memory);
   // All of the SM's memory that may be shared memory: variants with small tiles are meant to share an SM.
+  // Where a kernel has none, all of it as cache, through which its loads go.
+  const int carveout =
+      variant.shared_memory == 0 ? CU_SHAREDMEM_CARVEOUT_MAX_L1 : CU_SHAREDMEM_CARVEOUT_MAX_SHARED;
   R2P_DRIVER_CALL(driver, cuFuncSetAttribute, Text(purpose, ", shared memory carveout"), fresh,
-                  CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
+                  CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout);
   CUdevice device = 0;
   int multiprocessors = 0;
   R2P_DRIVER_CALL(driver, cuCtxGetDevice, "the stream's context", &device);

@@ -279,6 +279,15 @@ def test_first_launch_loads_and_later_ones_do_not():
         assert process.counters() == {"loads": 1, "launches": 2}
 
 
+def test_a_kernel_without_shared_memory_has_the_sm_as_cache():
+    """Attribute 8 is the most dynamic shared memory, in bytes; 9 the preferred share of it, in percent."""
+    with StubProcess() as process:
+        process.add(FP16, cubin="made up")
+        log = process.launch(make_preprocess_call(FP16, (1, 9, 1, 64)))
+    attributes = [call for call in log if call["call"] == "cuFuncSetAttribute"]
+    assert [(call["attribute"], call["value"]) for call in attributes] == [(8, 0), (9, 0)]
+
+
 def test_null_arguments_are_refused(process: StubProcess):
     message = "INVALID_ARGUMENT: launch: expected a value; got a null pointer"
     assert error_of(process.launch_null, "preprocess") == message

@@ -20,12 +20,13 @@ from jax_r2p.aot.compile import compile_variants
 from jax_r2p.aot.variants import VARIANTS, without_r2p
 from jax_r2p.cli.audit import DEFAULT
 from jax_r2p.kernels import blocks
-from jax_r2p.kernels.config import BackwardConfig, ForwardConfig
+from jax_r2p.kernels.config import ROWS_AT_ONCE, VECTOR, BackwardConfig, ForwardConfig, PreprocessConfig
 
 SHIPPED = {variant.name: variant for variant in load_manifest().variants}
 
-FORWARD, BACKWARD = (
-    [name for name, variant in SHIPPED.items() if variant.role == role] for role in ("forward", "backward")
+FORWARD, BACKWARD, PREPROCESS = (
+    [name for name, variant in SHIPPED.items() if variant.role == role]
+    for role in ("forward", "backward", "preprocess")
 )
 
 ROWS_OF_THREAD = 2
@@ -292,6 +293,24 @@ def test_backward_masks_have_no_compare_per_element(
     assert masked <= words + ROWS_OF_THREAD
     # Barriers, and whether a tile is masked or crosses the end of the queries: none of it by element.
     assert step - masked < 20
+
+
+@pytest.mark.parametrize("name", PREPROCESS)
+def test_preprocess_kernels_load_all_at_once(name: str, disassembler: Path) -> None:
+    """All rows of a thread, 16 bytes at a time, before anything is added up; and few exchanges of sums."""
+    kernel = disassemble(name)
+    config = VARIANTS[name].config
+    assert isinstance(config, PreprocessConfig)
+    loads, exchanges = (
+        [i.address for i in kernel.instructions if i.is_a(opcode)] for opcode in ("LDG.E.128", "SHFL")
+    )
+    assert len(loads) == 2 * ROWS_AT_ONCE
+    assert len(exchanges) == ROWS_AT_ONCE - 1 + (config.lanes // ROWS_AT_ONCE).bit_length() - 1
+    assert max(loads) < min(exchanges)
+    sums = [i.address for i in kernel.instructions if i.is_a("FFMA")]
+    assert len(sums) >= ROWS_AT_ONCE * (VECTOR - 1)
+    assert max(loads) < min(sums)
+    assert kernel.counts(["LDL", "STL", "HGMMA"]) == {"LDL": 0, "STL": 0, "HGMMA": 0}
 
 
 def test_backward_has_no_local_memory(backward: Variant, backward_parts: dict[str, sass.Code]) -> None:

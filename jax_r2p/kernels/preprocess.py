@@ -84,7 +84,7 @@ class AttentionPreprocess(Kernel):
             block=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.config.min_blocks,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=0,
         )
 
     def compile_arguments(self) -> tuple:

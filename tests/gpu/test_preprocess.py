@@ -19,6 +19,12 @@ QUERIES = (1, 63, 64, 65, 127, 128, 129, 300)
 BATCH, HEADS, SLOTS = 3, 5, 2
 
 
+@pytest.fixture(autouse=True)
+def _registered():
+    """The calls here do not come by the function that registers the kernels."""
+    _ffi.register()
+
+
 def backward_variant(dtype: str, tile_m: int) -> Variant:
     """Some backward kernel, which decides how rows and sums are laid out."""
     return next(
