@@ -14,7 +14,9 @@ from jax_r2p._manifest import load_manifest
 CHUNK = 52
 FIRST = range(1, 261)  # past 192 + 64: two tiles of every size, full and partial
 CHUNKS = [FIRST[i : i + CHUNK] for i in range(0, len(FIRST), CHUNK)]
-TILES = sorted({tile for v in load_manifest().variants for tile in (v.tile_m, v.tile_n)})
+TILES = sorted(
+    {tile for v in load_manifest().variants if v.role != "preprocess" for tile in (v.tile_m, v.tile_n)}
+)
 AROUND = sorted({m * tile + d for tile in TILES for m in range(1, 5) for d in (-1, 0, 1)} - set(FIRST))
 MASKS = {
     "none": {},
